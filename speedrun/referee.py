@@ -1,7 +1,7 @@
 """The referee of the speedrun. It holds the answers, runs an entry in a process of its own, grades, and evaluates.
 
-    referee.train(SPEEDRUN, file, flags, seed, model)     one run of an entry; the folder `model` then has its weights
-    referee.examine(SPEEDRUN, model)                      their accuracy
+    referee.train(SPEEDRUN, file, flags, seed, weights)   one run of an entry; its weights are then in a folder
+    referee.examine(SPEEDRUN, weights)                    their accuracy
     referee.play(SPEEDRUN, file, flags, seed)             both; no weights are kept
 
 The entry's process gets the questions of the training problems, and nothing else of the task. It reports each call of
@@ -43,6 +43,7 @@ COLUMNS = ("rollout", "prompts", "responses", "tokens", "reward", "flops", "dige
 NOT_REPEATED = "seconds"  # the one column, and the one claim, that differs in a replay
 # Variables that change what torch and vLLM compute, or what they load. A replay elsewhere would not have them.
 NOT_PASSED_ON = ("VLLM_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "ATEN_", "DNNL_", "ONEDNN_", "LD_PRELOAD")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")  # patterns of their names
 MAX_PROMPT_TOKENS = 512  # longer prompts would be left out; none of the speedrun's is nearly as long
 
 
@@ -167,15 +168,15 @@ class Trace:
 def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict] | None = None) -> Outcome:
     """Run an entry and evaluate what it has trained. expected: as in Trace. Raises Refused."""
     with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / "model"
-        outcome = train(job, file, flags, seed, model, expected)
-        return Outcome(outcome.rows, outcome.claims | examine(job, model))
+        weights = Path(scratch) / "weights"
+        outcome = train(job, file, flags, seed, weights, expected)
+        return Outcome(outcome.rows, outcome.claims | examine(job, weights))
 
 
 def train(
-    job: Job, file: Path, flags: list[str], seed: int, model: Path, expected: list[dict] | None = None
+    job: Job, file: Path, flags: list[str], seed: int, weights: Path, expected: list[dict] | None = None
 ) -> Outcome:
-    """Run an entry. The folder `model`, which must not exist yet, then has the trained model. Raises Refused."""
+    """Run an entry. The folder `weights`, which must not exist yet, then has what it has trained. Raises Refused."""
     rules.check_file(file)
     rules.check_flags(flags)
     check_machine(job)
@@ -189,16 +190,23 @@ def train(
         write_rows(folder / "questions.jsonl", [{"question": row["question"]} for row in training])
         flops = watch(job, trace, folder, [*flags_of(job), *flags, *forced_flags(job, seed)])
         seconds = round(time.perf_counter() - trace.began)
-        keep_trained(job, folder, model)
-    claims = {"flops": flops, **totals(trace.rows), "weights": digest_of(model), "seconds": seconds}
+        copy_weights(job, folder, weights)
+    claims = {"flops": flops, **totals(trace.rows), "weights": digest_of(weights), "seconds": seconds}
     return Outcome(trace.rows, claims)
 
 
-def examine(job: Job, model: Path) -> dict:
-    """The claims of a model's evaluation. Raises Refused."""
+def examine(job: Job, weights: Path) -> dict:
+    """What an evaluation says of these weights in the start model: the other claims of record.json. Raises Refused.
+
+    The entry's own configuration, tokenizer and chat template do not matter: a template can compute the answers.
+    """
     _, held_out = job.problems()
     errors.say(f"evaluating on {len(held_out):,} problems; this takes minutes, and the clock is off")
     with tempfile.TemporaryDirectory() as private:
+        model = Path(private) / "model"
+        shutil.copytree(job.model, model, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+        for file in weight_files(weights):
+            shutil.copy(file, model)
         solved = evaluate(job, model, held_out, Path(private))
     return {
         "solved": hashlib.sha256(bytes(solved)).hexdigest()[:16],
@@ -231,12 +239,8 @@ def as_prompts(rows: list[dict], tokenizer) -> list[prompts.Prompt]:
         return prompts.load((str(file),), prompts.Source(), "train", tokenizer, MAX_PROMPT_TOKENS)
 
 
-def keep_trained(job: Job, folder: Path, model: Path) -> None:
-    """Make the folder `model`: the weights that the entry has left in `folder`, and the start model's other files.
-
-    The entry's own configuration, tokenizer and chat template do not matter: a template can compute the answers.
-    Raises Refused.
-    """
+def copy_weights(job: Job, folder: Path, weights: Path) -> None:
+    """Copy the weights that the entry has left in `folder` to a new folder, whole or not at all. Raises Refused."""
     checkpoints = folders.complete(folder / "run")
     if not checkpoints:
         raise Refused("the run has left no checkpoint")
@@ -251,9 +255,9 @@ def keep_trained(job: Job, folder: Path, model: Path) -> None:
             trained = merged
         if shapes_of(trained) != shapes_of(job.model):
             raise Refused("the trained model has other tensors than the start model")
-        shutil.copytree(job.model, model, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
-        for file in [*trained.glob("*.safetensors"), *trained.glob("*.safetensors.index.json")]:
-            shutil.copy(file, model)
+        with folders.written_whole(weights) as unfinished:
+            for file in weight_files(trained):
+                shutil.copy(file, unfinished)
 
 
 def totals(rows: list[dict]) -> dict:
@@ -384,6 +388,10 @@ def digest_of(model: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def weight_files(model: Path) -> list[Path]:
+    return [file for pattern in WEIGHT_FILES for file in sorted(model.glob(pattern))]
+
+
 def shapes_of(model: Path) -> dict:
     """Name of each tensor -> its shape."""
     return {name: tensor.shape for name, tensor in read_weights(model).items()}
@@ -396,11 +404,11 @@ def read_weights(model: Path) -> dict:
 
 def evaluate(job: Job, model: Path, held_out: list[dict], folder: Path) -> list[int]:
     """1 or 0 for each of these problems: whether the model's greedy response is right. The clock is off."""
-    examination = folder / "held-out.jsonl"
-    write_rows(examination, held_out)
+    problems = folder / "held-out.jsonl"
+    write_rows(problems, held_out)
     options = f"--dtype float32 --rollout-backend vllm --max-response-tokens {job.max_response_tokens} "
     options += "--output evaluation.json"
-    words = ["--model", model, "--dataset", examination, *options.split()]
+    words = ["--model", model, "--dataset", problems, *options.split()]
     log = folder / "evaluation.log"
     if finish([ROOT / "scripts/evaluate.py", *words], folder, log, job.cores):
         raise Refused(f"the trained model could not be evaluated:\n{log.read_text()[-3000:]}")

@@ -33,7 +33,7 @@ from common.run import directory
 RECORDS = ROOT / "speedrun/records"
 TRIAL = "--try"  # in the place of the record's name
 CODE = ("common", "scripts", ":(glob)speedrun/*.py")  # what git must not show changes in
-SO_FAR = "so_far.json"  # in NAME.unfinished: what record.json will have, with the seeds that are done
+SO_FAR = "so_far.json"  # in NAME.unfinished: what record.json will have, with the seeds so far
 
 
 def machine(job: Job) -> dict:
@@ -77,24 +77,24 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
         # A copy: the file may be edited while it runs, and all seeds must run the same.
         (unfinished / "train.py").write_bytes(source)
         for seed in job.seeds:
-            claims, model = seeds.get(str(seed), {}), unfinished / f"seed{seed}.model"
+            claims, weights = seeds.get(str(seed), {}), unfinished / f"seed{seed}.weights"
             if "right" in claims:
                 errors.say(f"seed {seed} is done already; {unfinished} has it")
-                continue
-            if claims and model.is_dir() and referee.digest_of(model) == claims["weights"]:
-                errors.say(f"seed {seed} is trained already; {model} has its weights")
             else:
-                errors.say(f"seed {seed}")
-                shutil.rmtree(model, ignore_errors=True)  # what a crash has left half written
-                outcome = referee.train(job, unfinished / "train.py", flags, seed, model)
+                if claims and weights.is_dir() and referee.digest_of(weights) == claims["weights"]:
+                    errors.say(f"seed {seed} is trained already; {weights} has its weights")
+                else:
+                    errors.say(f"seed {seed}")
+                    remove(weights)  # of a training whose claims were not kept
+                    outcome = referee.train(job, unfinished / "train.py", flags, seed, weights)
+                    check_unchanged(job, about)
+                    write_csv(unfinished / f"seed{seed}.csv", outcome)
+                    claims = outcome.claims
+                    keep_seeds(unfinished, begun, seeds | {str(seed): claims})
+                seeds[str(seed)] = claims | referee.examine(job, weights)
                 check_unchanged(job, about)
-                write_csv(unfinished / f"seed{seed}.csv", outcome)
-                claims = outcome.claims
-                keep_seeds(unfinished, begun, seeds | {str(seed): claims})
-            seeds[str(seed)] = claims | referee.examine(job, model)
-            check_unchanged(job, about)
-            keep_seeds(unfinished, begun, seeds)
-            shutil.rmtree(model)
+                keep_seeds(unfinished, begun, seeds)
+            remove(weights)  # also if a call that was cut off has left them
         flops = max(claims["flops"] for claims in seeds.values())
         record = begun | {"flops": flops, "seeds": seeds}
         folders.write(unfinished / "record.json", json.dumps(record, indent=2) + "\n")
@@ -118,11 +118,16 @@ def alone_in(unfinished: Path):
         os.close(handle)
 
 
+def remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
 def check_unchanged(job: Job, about: dict) -> None:
     """Raises Refused if code or machine are no longer those that the run began with."""
     now = machine(job)
     if changed := [name for name in about if now[name] != about[name]]:
-        raise Refused(f"changed while it ran: {', '.join(changed)}; run it again")
+        raise Refused(f"changed while it ran: {', '.join(changed)}; restore it, and run the same command again")
 
 
 def keep_seeds(unfinished: Path, begun: dict, seeds: dict[str, dict]) -> None:
@@ -136,7 +141,7 @@ def seeds_so_far(unfinished: Path, begun: dict) -> dict[str, dict]:
     begun: file, flags, code and machine. Those of the folder must be the same: all seeds of a record run alike. Raises
     Refused.
     """
-    if not (unfinished / SO_FAR).is_file():  # also if the earlier call has not finished its first seed
+    if not (unfinished / SO_FAR).is_file():  # also if the earlier call has not trained its first seed
         return {}
     so_far = json.loads((unfinished / SO_FAR).read_text())
     seeds = so_far.pop("seeds")
@@ -190,7 +195,7 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
     except Refused as refused:
         sys.exit(f"refused: {refused}")
     except KeyboardInterrupt:
-        sys.exit("interrupted. Of a record, the same command goes on: a seed that is trained is not trained again")
+        sys.exit("interrupted. For a record, run the same command again: a trained seed is not trained again")
     for seed, claims in record["seeds"].items():
         say_result(seed, claims)
     errors.say(f"written to {folder}; next: python speedrun/verify.py {folder} --check")

@@ -1,11 +1,11 @@
-"""Attention inside a packed row: a token sees earlier tokens of its own sequence, and of what the sequence continues.
+"""Attention inside a packed row: a token sees itself, earlier tokens of its sequence, and the sequence's context.
 
 A packed row is a list of groups (P, [R_1 ... R_n]): a prompt of P tokens, then n responses to it. Response i attends
 to the prompt and to its own earlier tokens, so the model computes the prompt once for all n responses (batching.py has
 a picture). A group with a single response is one ordinary sequence of P + R tokens. If all prompts begin with the same
 tokens, such as a system prompt, these may stand once at the start of the row. Then P counts the rest of a prompt.
 
-What a sequence continues is its *context*: parts of the row that stand before it. On a GPU, one
+The *context* is what a sequence continues: earlier parts of the row. On a GPU, one
 variable-length kernel computes the whole row, for layers that it supports. Otherwise, adjacent sequences of similar
 length form a *run*. They must have the same context, or none. A run is padded to its longest sequence and computed in
 one call. The groups (40, [5, 6]) and (33, [9]) make four sequences and three runs:
@@ -132,10 +132,10 @@ def spans(groups: list[Group], device: torch.device, beginning: int = 0) -> Span
             start += prompt + responses[0]
             continue
         add_sequence(runs, Run(start, [prompt], begun))
-        asked: Context = (*begun, (start, prompt))
+        with_prompt: Context = (*begun, (start, prompt))
         start += prompt
         for length in responses:
-            add_sequence(runs, Run(start, [length], asked))
+            add_sequence(runs, Run(start, [length], with_prompt))
             start += length
     return Spans(runs) if device.type != "cuda" else kernel_spans(runs, device)
 
@@ -246,8 +246,7 @@ def variable_length_attention(query, key, value, spans: Spans, options: ScoreOpt
 
 def copies(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """(L, heads, d) -> the tokens at these positions. In the backward, gradients of copies add up in float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide).index_select(0, positions).to(x.dtype)
+    return wide(x).index_select(0, positions).to(x.dtype)
 
 
 def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) -> torch.Tensor:
@@ -256,29 +255,33 @@ def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) 
     sizes = [sum(run.lengths) for run in runs]
     keys, values = key.split(sizes, 1), value.split(sizes, 1)
     starts = [run.start for run in runs]
+    parts = {}  # (start, length) -> keys and values of this part of the row, for all runs that continue it
     outputs = []
     for run, q, k, v in zip(runs, query.split(sizes, 1), keys, values):
-        context = [part_of_row(start, length, starts) for start, length in run.context]
-        k = after_context([keys[number][:, part] for number, part in context], padded(k, run))
-        v = after_context([values[number][:, part] for number, part in context], padded(v, run))
+        for start, length in run.context:
+            if (start, length) not in parts:
+                number = bisect.bisect_right(starts, start) - 1  # of the run that has it
+                first = start - starts[number]
+                parts[start, length] = [wide(x[number][:, first : first + length]) for x in (keys, values)]
+        k = after_context([parts[part][0] for part in run.context], padded(k, run))
+        v = after_context([parts[part][1] for part in run.context], padded(v, run))
         outputs.append(unpadded(causal_attention(padded(q, run), k, v, run.context_length, options), run))
     return torch.cat(outputs)
 
 
-def part_of_row(start: int, length: int, starts: list[int]) -> tuple[int, slice]:
-    """(Number of the run, slice of its tokens) of a part of the row. starts: where each run begins."""
-    number = bisect.bisect_right(starts, start) - 1
-    first = start - starts[number]
-    return number, slice(first, first + length)
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 or wider. If copies are made of it, their gradients add up without losing digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def after_context(context: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
     """Keys or values of n sequences (n, key heads, longest, d), each after a copy of those of the context's parts,
-    (key heads, length of the part, d) each.
+    (key heads, length of the part, d) each, which may be wide().
     """
     if not context:
         return own
-    return torch.cat([*(part.expand(len(own), -1, -1, -1) for part in context), own], dim=2)
+    copies_of_parts = (part.expand(len(own), -1, -1, -1).to(own.dtype) for part in context)
+    return torch.cat([*copies_of_parts, own], dim=2)
 
 
 def causal_attention(query, key, value, before: int, options: ScoreOptions) -> torch.Tensor:
@@ -309,8 +312,7 @@ def written_out_attention(query, key, value, before: int, options: ScoreOptions)
     key_heads = key.shape[1]
     # With a cap or sinks vLLM computes in float32. In bfloat16 our log-probs would be far from those it sampled with.
     if options.written_out:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        query, key = query.to(wide), key.to(wide)
+        query, key = wide(query), wide(key)
     # Query heads that share a key head are stacked as rows of one product: (n key_heads, heads / key_heads longest, d).
     query = (query * (options.scale or width**-0.5)).reshape(n * key_heads, -1, width)
     key = key.flatten(0, 1)

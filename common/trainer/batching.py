@@ -20,8 +20,9 @@ tokens would not pay.)
     predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
 
 The bars separate segments, which are the sequences that attention computes. A prompt with only one response forms one
-segment with it. If all prompts of a rank begin with the same tokens, such as a system prompt, each micro-batch has
-these once at its start, as one more segment. The model computes logits at every position in `predictors`, for a2 twice.
+segment with it. If all prompts that are packed begin with the same 32 or more tokens, such as a system prompt, a
+micro-batch of several groups has these once at its start, as one more segment. The model computes logits at every
+position in `predictors`, for a2 twice.
 The logits of entry i predict `targets[i]`, whose log-prob is stored at index `scatter[i]` of the flattened (n, T)
 result. n is the number of rows, T the length of the longest response of the rollout; here (3, 3):
 
@@ -70,7 +71,8 @@ class MicroBatch:
     """n rows packed into one sequence of L tokens, R of which are response tokens.
 
     With sequence parallelism it is a slice of such a sequence: L is the slice's length, and `predictors` and `targets`
-    have only the response tokens that this slice predicts. `group_lengths` and `spans` describe the whole sequence.
+    have only the response tokens that this slice predicts. `group_lengths`, `beginning` and `spans` describe the whole
+    sequence.
     The rank that owns the rows gets all log-probs in the end, so its `scatter` has the tokens of all slices, slice
     after slice. A slice of another rank's sequence has no rows (n is 0) and an empty `scatter`.
     """
@@ -78,13 +80,13 @@ class MicroBatch:
     rows: torch.Tensor  # (n,) indices into the rollout
     input_ids: torch.Tensor  # (1, L)
     position_ids: torch.Tensor  # (1, L); with M-RoPE (4, 1, L): of text, and time, height and width in an image
-    group_lengths: list[Group]  # lengths of each prompt and of the responses to it, in the order of input_ids
+    group_lengths: list[Group]  # lengths of each prompt, without the beginning, and of the responses to it, in order
     spans: Spans  # which tokens attend to which
     predictors: torch.Tensor  # (R,) position in the packed sequence whose logits predict each response token
     targets: torch.Tensor  # (R,) the response tokens
     scatter: torch.Tensor  # (R,) their indices in a flattened (n, T)
     response_mask: torch.Tensor  # (n, T) bool, True on tokens that the policy sampled and that were graded
-    beginning: int = 0  # tokens at the start of input_ids that all prompts begin with; group_lengths leave them out
+    beginning: int = 0  # tokens at the start of the sequence that all prompts begin with
     images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images; in host memory
     last: bool = True  # the last of its list: after its backward, gradients are summed over all ranks
 
@@ -139,8 +141,8 @@ def pack(
 
     The list may be empty, and then it is empty on all ranks. compute: as prepare() returns it, with a token budget.
     unit_size: keep this many consecutive rows together, such as the two of a DPO pair. It divides len(rows).
-    beginning: how many tokens that all of these prompts begin with are computed once in each micro-batch. None: all of
-    them, where it pays.
+    beginning: length of the common beginning that each micro-batch computes once. None: find it, and use it where it
+    pays. Raises ValueError if the prompts don't begin alike.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
@@ -148,6 +150,7 @@ def pack(
     """
     fill = fill_padded_bins if compute.packing == "off" else fill_bins
     bins = fill(rollout, rows, compute, unit_size)
+    beginnings = beginnings_of(bins, rollout, rows, compute, beginning)
     real = len(bins)
     # A rank runs one forward for each micro-batch of its whole SP group, so these are counted over the group. Groups
     # with fewer than the fullest one are filled up.
@@ -159,15 +162,9 @@ def pack(
     if world.rank % compute.sequence_parallel == 0:
         dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))  # if this rank has none: the rollout's first
         bins += [Bin([dummy_rows])] * missing
+        beginnings += [0] * missing
     if not compute.shared_prompts:
         bins = [Bin([[row] for group in bin_.groups for row in group]) for bin_ in bins]
-    if compute.packing == "off" or not compute.shared_prompts:
-        beginning = 0
-    beginnings = [beginning] * len(bins)
-    if beginning is None:
-        found = common_beginning(rollout, rows)
-        pays = found >= SHARED_PROMPT_MIN_TOKENS
-        beginnings = [found if pays and len(bin_.groups) > 1 else 0 for bin_ in bins]
     micro_batches = [pack_groups(rollout, bin_.groups, length) for bin_, length in zip(bins, beginnings)]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()  # a copy: the rollout keeps its mask
@@ -207,16 +204,34 @@ def slices_of_all(
     return slices
 
 
+def beginnings_of(
+    bins: list[Bin], rollout: Rollout, rows: torch.Tensor, compute: Compute, beginning: int | None
+) -> list[int]:
+    """For each bin of these rows the length of the beginning that its micro-batch computes once. beginning: as in
+    pack().
+    """
+    if compute.packing == "off" or not compute.shared_prompts:
+        return [0] * len(bins)
+    if beginning is None:
+        found = common_beginning(rollout, rows)
+        pays = found >= SHARED_PROMPT_MIN_TOKENS
+        return [found if pays and len(bin_.groups) > 1 else 0 for bin_ in bins]
+    prompts = [list(rollout.prompt_ids[row]) for row in rows.tolist()]
+    if any(len(ids) <= beginning or ids[:beginning] != prompts[0][:beginning] for ids in prompts):
+        raise ValueError(f"beginning={beginning}: not all prompts begin with the same {beginning} tokens and go on")
+    return [beginning] * len(bins)
+
+
 def common_beginning(rollout: Rollout, rows: torch.Tensor) -> int:
     """How many tokens the prompts of these rows have in common at their start. 0 if they are all the same prompt.
 
-    Each keeps at least one of its own, which predicts the first token of its responses. Images are part of a prompt,
-    and none of them are in common, so prompts with images have no beginning.
+    Each keeps at least one token, which predicts the first token of its responses. A prompt with images can't be cut,
+    so it is 0 if one has images.
     """
     prompts = [rollout.prompt_ids[row] for row in rows.tolist()]
     if not prompts or any(hasattr(prompt, "images") for prompt in prompts):
         return 0
-    first, last = min(prompts), max(prompts)  # in the order of a dictionary: what these two share, all share
+    first, last = min(prompts), max(prompts)  # lists are compared token by token: what these two share, all share
     if first == last:
         return 0
     length = 0
@@ -232,8 +247,8 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
     lengths. Attention without a variable-length kernel pads neighbours to one length, so it wastes little. If a group
     does not fit into a bin, the rest of it goes into the next one, with its prompt again.
 
-    A prompt counts whole, also if the micro-batch will have what all prompts begin with once. Otherwise a bin could
-    have many more responses, and attention keeps a copy of the beginning's keys and values for each.
+    Each prompt counts in full, even if its beginning is computed only once. Otherwise a bin could have many more
+    responses, and attention keeps a copy of the beginning's keys and values for each.
     """
 
     def response_tokens(unit: list[int]) -> int:

@@ -32,29 +32,30 @@ def hidden_states(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The last hidden states, (R, hidden size), before the R response tokens of a micro-batch, each row on its own."""
     if micro.images:
         raise BadInput("packing is off, and prompts have images: only packed rows can have them")
-    places, predictors = rows_of(micro.group_lengths, micro.input_ids.device)
+    places, predictors = rows_of(micro.group_lengths, micro.input_ids.device, micro.beginning)
     hidden = body_of(model)(input_ids=micro.input_ids[0][places], use_cache=False).last_hidden_state  # (n, longest, d)
     return hidden.flatten(0, 1).index_select(0, predictors)
 
 
-def rows_of(groups: list[Group], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(groups: list[Group], device: torch.device, beginning: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the tokens of a packed row go: places (n, longest) and predictors (R,).
 
     places: for each row the position in the packed row of its tokens, prompt and response. Padding repeats the row's
     first token. predictors: positions in the flattened (n, longest) whose logits predict the response tokens, in the
     order of MicroBatch.targets. With batching.lay_out it is the only place that shifts by one token.
+    beginning: tokens at the start of the packed row that all prompts begin with.
     """
-    longest = max(prompt + response for prompt, responses in groups for response in responses)
+    longest = beginning + max(prompt + response for prompt, responses in groups for response in responses)
     places: list[list[int]] = []
     predictors: list[int] = []
-    start = 0  # position in the packed row
+    start = beginning  # position in the packed row
     for prompt, responses in groups:
-        prompt_places = range(start, start + prompt)
+        prompt_places = [*range(beginning), *range(start, start + prompt)]
         start += prompt
         for response in responses:
-            before_first = len(places) * longest + prompt - 1  # the prompt's last token, in this row
+            before_first = len(places) * longest + len(prompt_places) - 1  # the prompt's last token, in this row
             predictors += range(before_first, before_first + response)
-            padding = [prompt_places[0]] * (longest - prompt - response)
+            padding = [prompt_places[0]] * (longest - len(prompt_places) - response)
             places.append([*prompt_places, *range(start, start + response), *padding])
             start += response
     return torch.tensor(places, device=device), torch.tensor(predictors, dtype=torch.long, device=device)

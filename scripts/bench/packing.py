@@ -43,7 +43,7 @@ HYBRID = Qwen3_5TextConfig(
 )
 ROWS = (("llama", LLAMA, "on", "shared"), ("llama", LLAMA, "on", "repeated"), ("llama", LLAMA, "off", "repeated"))
 ROWS += (("hybrid", HYBRID, "off", "repeated"),)
-WITH_BEGINNING = ("llama", LLAMA, "on", "shared, and so is what all begin with")
+BEGINNING_REPEATED = ("llama", LLAMA, "on", "shared, but each with the beginning")  # as if none were found
 
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ def main(args: Args) -> None:
     batch = random_rollout(args.prompts, LLAMA.vocab_size, world.device)
     system_prompt = torch.arange(args.beginning).tolist()
     batch.prompt_ids = [system_prompt + ids for ids in batch.prompt_ids]
-    table = (WITH_BEGINNING, *ROWS) if args.beginning else ROWS
+    table = (ROWS[0], BEGINNING_REPEATED, *ROWS[1:]) if args.beginning else ROWS
     rows = torch.arange(len(batch))
     trained = sum(map(len, batch.response_ids))
     policies = {}
@@ -74,7 +74,7 @@ def main(args: Args) -> None:
 
     def packed(budget: int, packing: str, prompts: str) -> list[batching.MicroBatch]:
         compute = batching.Compute(token_budget=budget, shared_prompts=prompts != "repeated", packing=packing)
-        beginning = args.beginning if prompts == WITH_BEGINNING[-1] else 0
+        beginning = None if prompts == "shared" else 0
         return batching.pack(batch, rows, compute, world, beginning=beginning)
 
     def update(policy, optimizer, *layout) -> None:

@@ -344,20 +344,24 @@ EXAMINED = {"right": 150, "solved": "s", **referee.interval(150, 300)}
 OUTCOME = referee.Outcome(TRAINED.rows, TRAINED.claims | EXAMINED)
 
 
-def trained(model: Path) -> referee.Outcome:
+def trained(weights: Path) -> referee.Outcome:
     """What referee.train() leaves and returns."""
-    model.mkdir()
-    (model / "weights").write_text("weights")
+    weights.mkdir()
+    (weights / "weights").write_text("weights")
     return TRAINED
 
 
 @pytest.fixture
 def at_once(monkeypatch) -> SimpleNamespace:
     """Entering a record in no time. A test replaces train() or examine() by its own."""
-    steps = SimpleNamespace(train=lambda job, file, flags, seed, model: trained(model), examine=lambda *given: EXAMINED)
+    steps = SimpleNamespace(
+        train=lambda job, file, flags, seed, weights: trained(weights), examine=lambda *given: EXAMINED
+    )
     monkeypatch.setattr(referee, "train", lambda *given: steps.train(*given))
     monkeypatch.setattr(referee, "examine", lambda *given: steps.examine(*given))
-    monkeypatch.setattr(referee, "digest_of", lambda model: "".join(file.read_text() for file in model.glob("weights")))
+    monkeypatch.setattr(
+        referee, "digest_of", lambda folder: "".join(file.read_text() for file in folder.glob("weights"))
+    )
     return steps
 
 
@@ -366,10 +370,10 @@ def test_a_record_has_the_file_that_ran_also_if_it_was_edited_meanwhile(at_once,
     mine.write_text("first = 1\n")
     played = []
 
-    def train(job, file, flags, seed, model):
+    def train(job, file, flags, seed, weights):
         played.append(file.read_text())
         mine.write_text("second = 2\n")
-        return trained(model)
+        return trained(weights)
 
     at_once.train = train
     run.enter(dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine", mine, [])
@@ -393,11 +397,11 @@ def test_a_record_has_its_name_only_when_all_of_it_is_written(at_once, monkeypat
 def test_a_record_goes_on_with_the_seeds_that_are_missing(at_once, tmp_path):
     played = []
 
-    def train(job, file, flags, seed, model):
+    def train(job, file, flags, seed, weights):
         played.append(seed)
         if played == [0, 1]:
             raise Refused("the run did not reach its end")
-        return dataclasses.replace(trained(model), claims=TRAINED.claims | {"seconds": len(played)})
+        return dataclasses.replace(trained(weights), claims=TRAINED.claims | {"seconds": len(played)})
 
     at_once.train = train
     both, folder = dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine"
@@ -414,12 +418,12 @@ def test_a_seed_whose_evaluation_was_cut_off_is_evaluated_and_not_trained_again(
     """Unless its weights are no longer those that it has trained."""
     played = []
 
-    def train(job, file, flags, seed, model):
+    def train(job, file, flags, seed, weights):
         played.append("trained")
-        return trained(model)
+        return trained(weights)
 
-    def examine(job, model):
-        played.append(f"evaluated {(model / 'weights').read_text()}")
+    def examine(job, weights):
+        played.append(f"evaluated {(weights / 'weights').read_text()}")
         if len(played) == 2:
             raise KeyboardInterrupt
         return EXAMINED
@@ -428,14 +432,28 @@ def test_a_seed_whose_evaluation_was_cut_off_is_evaluated_and_not_trained_again(
     folder = tmp_path / "0002-mine"
     with pytest.raises(KeyboardInterrupt):
         run.enter(JOB, folder, GRPO, [])
-    (model,) = tmp_path.glob("0002-mine.unfinished/*/")
+    (weights,) = tmp_path.glob("0002-mine.unfinished/*/")
     if damage == "changed":
-        (model / "weights").write_text("other weights")
+        (weights / "weights").write_text("other weights")
     elif damage == "removed":
-        shutil.rmtree(model)
+        shutil.rmtree(weights)
     record = run.enter(JOB, folder, GRPO, [])
     assert played == ["trained", *["evaluated weights", *["trained"] * bool(damage)], "evaluated weights"]
     assert record["seeds"] == {"0": OUTCOME.claims}
+    assert {path.name for path in folder.iterdir()} == {"train.py", "record.json", "seed0.csv"}
+
+
+def test_weights_that_a_call_could_not_remove_are_no_part_of_the_record(at_once, monkeypatch, tmp_path):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "0002-mine"
+    with monkeypatch.context() as cut_off, pytest.raises(KeyboardInterrupt):
+        cut_off.setattr(run.shutil, "rmtree", interrupted)
+        run.enter(JOB, folder, GRPO, [])
+    assert list(tmp_path.glob("0002-mine.unfinished/*.weights"))
+    at_once.train = lambda *given: pytest.fail("the seed is done")
+    assert run.enter(JOB, folder, GRPO, [])["seeds"] == {"0": OUTCOME.claims}
     assert {path.name for path in folder.iterdir()} == {"train.py", "record.json", "seed0.csv"}
 
 
@@ -448,10 +466,10 @@ def test_a_seed_whose_evaluation_was_cut_off_is_evaluated_and_not_trained_again(
     ],
 )
 def test_the_seeds_of_a_record_run_alike(at_once, monkeypatch, tmp_path, changed, says):
-    def train(job, file, flags, seed, model):
+    def train(job, file, flags, seed, weights):
         if seed == 1:
             raise Refused("killed")
-        return trained(model)
+        return trained(weights)
 
     at_once.train = train
     both, folder = dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine"
@@ -820,22 +838,36 @@ def test_no_file_has_an_answer_while_the_entry_runs(monkeypatch, tmp_path):
         referee.play(JOB, GRPO, FLAGS, 0)
 
 
-def test_the_evaluation_takes_the_weights_of_the_entry_and_nothing_else(tmp_path):
-    """A chat template could compute the answers."""
+def test_the_evaluation_takes_the_weights_of_the_entry_and_nothing_else(monkeypatch, tmp_path):
+    """A chat template could compute the answers, also one that somebody puts beside the weights before they are
+    evaluated.
+    """
     checkpoint = tmp_path / "run/checkpoints/step_000002"
     shutil.copytree(JOB.model, checkpoint / "model")
     (checkpoint / "state.json").write_text("{}")
     (checkpoint / "model/chat_template.jinja").write_text("The answer is 85.")
     (checkpoint / "model/tokenizer.json").write_text("{}")
-    model = tmp_path / "model"
-    referee.keep_trained(JOB, tmp_path, model)
-    assert (model / "tokenizer.json").read_bytes() == (JOB.model / "tokenizer.json").read_bytes()
-    assert not (model / "chat_template.jinja").exists()
-    assert referee.digest_of(model) == referee.digest_of(JOB.model)
+    weights = tmp_path / "weights"
+    referee.copy_weights(JOB, tmp_path, weights)
+    assert [file.name for file in weights.iterdir()] == ["model.safetensors"]
+    shutil.copy(checkpoint / "model/chat_template.jinja", weights)
+    shutil.copy(checkpoint / "model/tokenizer.json", weights)
+
+    def evaluate(job, model, held_out, folder):
+        assert (model / "tokenizer.json").read_bytes() == (JOB.model / "tokenizer.json").read_bytes()
+        assert not (model / "chat_template.jinja").exists()
+        assert referee.digest_of(model) == referee.digest_of(checkpoint / "model")
+        return [1, 1, 0]
+
+    changed = {name: tensor + 1 for name, tensor in referee.read_weights(weights).items()}
+    for folder in (weights, checkpoint / "model"):
+        save_file(changed, folder / "model.safetensors")
+    monkeypatch.setattr(referee, "evaluate", evaluate)
+    assert referee.examine(JOB, weights)["right"] == 2
     other = {"model.embed_tokens.weight": torch.zeros(2, 2)}
     save_file(other, checkpoint / "model/model.safetensors")
     with pytest.raises(Refused, match="other tensors"):
-        referee.keep_trained(JOB, tmp_path, tmp_path / "other")
+        referee.copy_weights(JOB, tmp_path, tmp_path / "other")
 
 
 def test_the_evaluation_is_of_the_trained_model_under_rule_2(monkeypatch, tmp_path):
@@ -858,11 +890,17 @@ def test_a_run_is_judged_by_what_it_trained_and_by_its_last_reading_of_the_clock
         return 9
 
     monkeypatch.setattr(referee, "watch", watch)
-    monkeypatch.setattr(referee, "keep_trained", lambda job, folder, model: model.write_text("trained"))
-    monkeypatch.setattr(referee, "digest_of", lambda model: f"digest of {model.read_text()}")
-    monkeypatch.setattr(referee, "evaluate", lambda job, model, *given: [int(model.read_text() == "trained")] * 4)
+
+    def copy_weights(job, folder, weights):
+        weights.mkdir()
+        (weights / "trained.safetensors").touch()
+
+    monkeypatch.setattr(referee, "copy_weights", copy_weights)
+    monkeypatch.setattr(referee, "digest_of", lambda weights: f"digest of {[file.name for file in weights.iterdir()]}")
+    is_trained = lambda model: [file.name for file in model.glob("*.safetensors")] == ["trained.safetensors"]
+    monkeypatch.setattr(referee, "evaluate", lambda job, model, *given: [int(is_trained(model))] * 4)
     claims = referee.play(JOB, GRPO, FLAGS, 0).claims
-    assert (claims["flops"], claims["weights"], claims["right"]) == (9, "digest of trained", 4)
+    assert (claims["flops"], claims["weights"], claims["right"]) == (9, "digest of ['trained.safetensors']", 4)
 
 
 def a_trace() -> referee.Trace:

@@ -204,10 +204,7 @@ def test_shared_prompts_change_nothing_but_the_work(models, world, kind, budget)
 
 
 def begin_alike(rollout, tokens: int):
-    """Eight rows, the first seven with 2, 3, 1 and 1 responses to prompts that begin with the same `tokens` tokens.
-
-    One prompt has a single token besides. The last row has another prompt with as many tokens in common.
-    """
+    """2, 3, 1, 1 and 1 responses to five prompts that begin with the same `tokens` tokens. Two have only one more."""
     generator = torch.Generator().manual_seed(5)
     beginning = torch.randint(3, 50, (tokens,), generator=generator).tolist()
     ends = [[7]] * 2 + [[8, 9, 10]] * 3 + [[9, 9]] + [[11]] + [[12, 5]]
@@ -242,12 +239,38 @@ def test_a_beginning_is_shared_if_it_is_long_enough_or_if_it_is_asked_for(models
     rollout = begin_alike(random_rollout(8), batching.SHARED_PROMPT_MIN_TOKENS - 1)
     rows, expected = torch.arange(8), by_transformers(models["tied"], rollout)[0]
     for asked, found in ((None, 0), (0, 0), (9, 9), (31, 31)):
-        (mini_batch,) = batching.split(rollout, 1, rows >= 0, Compute(10_000), world, asked)
+        (mini_batch,) = batching.split(rollout, 1, rows >= 0, Compute(10_000), world, beginning=asked)
         (micro,) = mini_batch.micro_batches
         assert micro.beginning == found
         assert torch.allclose(model.frozen_logprobs(policy, rollout, [micro], TEMPERATURE), expected, atol=1e-5)
     for compute in (Compute(10_000, shared_prompts=False), Compute(10_000, packing="off")):
         assert all(micro.beginning == 0 for micro in batching.pack(rollout, rows, compute, world, beginning=31))
+    longer = begin_alike(rollout, batching.SHARED_PROMPT_MIN_TOKENS)
+    (micro,) = batching.pack(longer, rows, Compute(10_000), world)
+    assert micro.beginning == batching.SHARED_PROMPT_MIN_TOKENS
+
+
+def test_a_beginning_that_a_prompt_does_not_have_is_refused(world):
+    rollout = begin_alike(random_rollout(8), 40)
+    for beginning in (41, 42, 99):  # one prompt goes on with 40 + 1, and another one differs there
+        with pytest.raises(ValueError, match=f"beginning={beginning}: "):
+            batching.pack(rollout, torch.arange(8), Compute(10_000), world, beginning=beginning)
+    # A dummy of a rank without rows is any row.
+    among_others = SimpleNamespace(rank=0, sp_group=None, max=lambda count: 1)
+    short = dataclasses.replace(rollout, prompt_ids=[[3], *rollout.prompt_ids[1:]])
+    (dummy,) = batching.pack(short, torch.arange(0), Compute(10_000), among_others, beginning=40)
+    assert dummy.beginning == 0 and not dummy.response_mask.any()
+
+
+def test_a_model_whose_rows_are_not_packed_gets_the_beginning_in_each_row(models, world):
+    """Which families are not packed is in part found out after loading, and a teacher can be one of them."""
+    policy, rollout = model.load(models["grouped"], world, torch.float32), begin_alike(random_rollout(8), 40)
+    (micro,) = batching.pack(rollout, torch.arange(8), Compute(10_000), world)
+    assert micro.beginning == 40
+    policy.packed = False
+    packing_check.attend_with(policy, "sdpa")
+    logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+    assert torch.allclose(logprobs, by_transformers(models["grouped"], rollout)[0][micro.rows], atol=1e-5)
 
 
 def test_the_common_beginning_of_prompts():

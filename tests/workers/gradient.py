@@ -171,7 +171,10 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         out["sdpo over the vocabulary"] = gradients(policy, hinted_loss, rows=hinted_rows)
     if policy.knows_logits:
         out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
-    out["micro-batches"] = len(batching.pack(batch, torch.arange(len(batch)), compute, world))
+    micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
+    if compute.shared_prompts and compute.packing != "off" and world.is_main:  # its rows have several prompts
+        assert any(micro.beginning for micro in micro_batches)
+    out["micro-batches"] = len(micro_batches)
     return out
 
 
