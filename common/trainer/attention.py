@@ -122,17 +122,17 @@ def spans(groups: list[Group], device: torch.device, beginning: int = 0) -> Span
     beginning: length of what stands first in the row and is continued by all prompts.
     """
     runs: list[Run] = []
-    begun: Context = ((0, beginning),) if beginning else ()
+    common: Context = ((0, beginning),) if beginning else ()
     if beginning:
         add_sequence(runs, Run(0, [beginning]))
     start = beginning
     for prompt, responses in groups:
         if len(responses) == 1:  # nothing to share: prompt and response are one ordinary sequence
-            add_sequence(runs, Run(start, [prompt + responses[0]], begun))
+            add_sequence(runs, Run(start, [prompt + responses[0]], common))
             start += prompt + responses[0]
             continue
-        add_sequence(runs, Run(start, [prompt], begun))
-        with_prompt: Context = (*begun, (start, prompt))
+        add_sequence(runs, Run(start, [prompt], common))
+        with_prompt: Context = (*common, (start, prompt))
         start += prompt
         for length in responses:
             add_sequence(runs, Run(start, [length], with_prompt))
