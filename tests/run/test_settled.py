@@ -1,4 +1,4 @@
-"""The speedrun's record 0002-settled: what it computes is what its file says."""
+"""The speedrun's entries 0002-settled and 0003-beginnings: what they compute is what their files say."""
 
 import itertools
 import math
@@ -15,6 +15,7 @@ from common.trainer import batching, model
 from common.trainer.batching import Compute
 
 settled = load("speedrun/records/0002-settled/train.py")
+beginnings = load("speedrun/records/0003-beginnings/train.py")
 grpo = load("algos/grpo.py")
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.2}
 
@@ -67,13 +68,15 @@ def gradients(policy) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("settled", [settled, beginnings], ids=["0002", "0003"])
 @pytest.mark.parametrize("beginning", [0, 3])
 @pytest.mark.parametrize("budget", [4096, 60])  # tokens; with 60, groups are cut
-def test_the_gradient_is_that_of_grpo(models, world, beginning, budget):
+def test_the_gradient_is_that_of_grpo(models, world, beginning, budget, settled):
     """Also where tokens are clipped: some of the old log-probs are far from the policy's."""
     policy = model.load(models["grouped"], world, torch.float32)
     draw = random.Random(0)
-    prompts = [[draw.randrange(3, 50) for _ in range(40)] for _ in range(4)]
+    system = [draw.randrange(3, 50) for _ in range(26)]
+    prompts = [system + [draw.randrange(3, 50) for _ in range(14)] for _ in range(4)]
     alike = [[draw.randrange(3, 50) for _ in range(beginning)] for _ in prompts]
     # Of two tokens, so that many are equal, to the end or in part.
     ends = [[draw.choice((5, 9)) for _ in range(draw.randint(1, 3))] for _ in range(32)]
@@ -104,12 +107,14 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget):
     positive, negative = settled.merge_beginnings(advantages, responses, batch.response_mask, 8)
     is_merged = (positive != 0) | (negative != 0)
     trained = is_merged.any(1)
-    beginnings = settled.common_beginnings(responses, trained.tolist(), 8)
-    assert min(beginnings) >= beginning
-    (mini_batch,) = batching.split(settled.lay_behind_prompts(batch, beginnings), 1, trained, compute, world)
+    lengths = settled.common_beginnings(responses, trained.tolist(), 8)
+    assert min(lengths) >= beginning
+    of_all_prompts = batching.common_beginning(batch, trained.nonzero().flatten()) if settled is beginnings else None
+    shorter = settled.lay_behind_prompts(batch, lengths)
+    (mini_batch,) = batching.split(shorter, 1, trained, compute, world, of_all_prompts)
     tokens = clipped = 0
     for shortened in mini_batch.micro_batches:
-        micro = settled.predict_merged(shortened, responses, is_merged, beginnings)
+        micro = settled.predict_merged(shortened, responses, is_merged, lengths)
         tokens += micro.input_ids.numel()
         logprobs, _ = model.response_logprobs(policy, micro, 1.0)
         given = (logprobs, old[micro.rows], positive[micro.rows], negative[micro.rows], micro.response_mask)
@@ -120,8 +125,10 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget):
     if budget == 4096:
         (whole,) = batching.pack(rollout, trained.nonzero().flatten(), compute, world)
         rows = trained.view(-1, 8).sum(1)  # of each group
-        saved = (rows - 1).clamp(min=0) * torch.tensor(beginnings).view(-1, 8)[:, 0]
-        assert tokens == whole.input_ids.numel() - saved.sum(), "a beginning is there once for each group"
+        saved = ((rows - 1).clamp(min=0) * torch.tensor(lengths).view(-1, 8)[:, 0]).sum()
+        if settled is beginnings:
+            saved += ((rows > 0).sum() - 1) * len(system)
+        assert tokens == whole.input_ids.numel() - saved, "a beginning is there once"
 
 
 def test_a_dummy_teaches_nothing(models, world):
