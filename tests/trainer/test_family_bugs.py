@@ -96,10 +96,10 @@ def restart_positions(monkeypatch, policy=None) -> None:
 def pad_on_the_left(monkeypatch, policy=None) -> None:
     rows_of = unpacked.rows_of
 
-    def padded(groups, device):
-        places, predictors = rows_of(groups, device)
+    def padded(groups, device, beginning=0):
+        places, predictors = rows_of(groups, device, beginning)
         longest = places.shape[1]
-        lengths = [prompt + response for prompt, responses in groups for response in responses]
+        lengths = [beginning + prompt + response for prompt, responses in groups for response in responses]
         moved = torch.stack([row.roll(longest - length) for row, length in zip(places, lengths)])
         row = predictors // longest
         return moved, predictors + longest - torch.tensor(lengths)[row]
