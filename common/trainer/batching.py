@@ -20,11 +20,11 @@ tokens would not pay.)
     predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
 
 The bars separate segments, which are the sequences that attention computes. A prompt with only one response forms one
-segment with it. If all prompts that are packed begin with the same 32 or more tokens, such as a system prompt, a micro-
-batch of several groups has these once at its start, as one more segment. The model computes logits at every position in
-`predictors`, for a2 twice. The logits of entry i predict `targets[i]`, whose log-prob is stored at index `scatter[i]`
-of the flattened (n, T) result. n is the number of rows, T the length of the longest response of the rollout; here (3,
-3):
+segment with it. If all prompts that are packed begin with the same 32 or more tokens, such as a system prompt, a
+micro-batch of several groups has these once at its start, as one more segment. The model computes logits at every
+position in `predictors`, for a2 twice. The logits of entry i predict `targets[i]`, whose log-prob is stored at index
+`scatter[i]` of the flattened (n, T) result. n is the number of rows, T the length of the longest response of the
+rollout; here (3, 3):
 
     targets        b0  b1  c0  c1  e0  e1  e2
     predictors      2   3   2   5   8   9  10
