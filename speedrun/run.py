@@ -80,17 +80,17 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
             claims, weights = seeds.get(str(seed), {}), unfinished / f"seed{seed}.weights"
             if "right" in claims:
                 errors.say(f"seed {seed} is done already; {unfinished} has it")
+            elif claims and weights.is_dir() and referee.digest_of(weights) == claims["weights"]:
+                errors.say(f"seed {seed} is trained already; {weights} has its weights")
             else:
-                if claims and weights.is_dir() and referee.digest_of(weights) == claims["weights"]:
-                    errors.say(f"seed {seed} is trained already; {weights} has its weights")
-                else:
-                    errors.say(f"seed {seed}")
-                    remove(weights)  # of a training whose claims were not kept
-                    outcome = referee.train(job, unfinished / "train.py", flags, seed, weights)
-                    check_unchanged(job, about)
-                    write_csv(unfinished / f"seed{seed}.csv", outcome)
-                    claims = outcome.claims
-                    keep_seeds(unfinished, begun, seeds | {str(seed): claims})
+                errors.say(f"seed {seed}")
+                remove(weights)  # of a training whose claims were not kept
+                outcome = referee.train(job, unfinished / "train.py", flags, seed, weights)
+                check_unchanged(job, about)
+                write_csv(unfinished / f"seed{seed}.csv", outcome)
+                claims = outcome.claims
+                keep_seeds(unfinished, begun, seeds | {str(seed): claims})
+            if "right" not in claims:
                 seeds[str(seed)] = claims | referee.examine(job, weights)
                 check_unchanged(job, about)
                 keep_seeds(unfinished, begun, seeds)

@@ -5,10 +5,10 @@ to the prompt and to its own earlier tokens, so the model computes the prompt on
 a picture). A group with a single response is one ordinary sequence of P + R tokens. If all prompts begin with the same
 tokens, such as a system prompt, these may stand once at the start of the row. Then P counts the rest of a prompt.
 
-The *context* is what a sequence continues: earlier parts of the row. On a GPU, one
-variable-length kernel computes the whole row, for layers that it supports. Otherwise, adjacent sequences of similar
-length form a *run*. They must have the same context, or none. A run is padded to its longest sequence and computed in
-one call. The groups (40, [5, 6]) and (33, [9]) make four sequences and three runs:
+The *context* is what a sequence continues: earlier parts of the row. On a GPU, one variable-length kernel computes the
+whole row, for layers that it supports. Otherwise, adjacent sequences of similar length form a *run*. They must have the
+same context, or none. A run is padded to its longest sequence and computed in one call. The groups (40, [5, 6]) and
+(33, [9]) make four sequences and three runs:
 
     tokens       run             a token sees, up to and including itself
      0 ... 39    [40]             0 ... 39

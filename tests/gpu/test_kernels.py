@@ -113,7 +113,7 @@ def with_gradients(
     """The output of attend(), and the gradients of all inputs."""
     tensors, gradient = inputs(groups, layer, beginning)
     tensors = [x.to(device, dtype).requires_grad_() for x in tensors]
-    out = attend(*tensors[:3], layer, *tensors[3:], **({"beginning": beginning} if beginning else {}))
+    out = attend(*tensors[:3], layer, *tensors[3:], beginning=beginning)
     out.backward(gradient.to(device, dtype))
     return [out.detach(), *(x.grad for x in tensors)]
 
@@ -205,7 +205,7 @@ def test_memory_of_attention_is_linear_in_the_tokens(record_property):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         groups = [(512, [512] * 7)] * (tokens // 4096)
-        attend = lambda *given, groups=groups: packed(*given, groups=groups)
+        attend = functools.partial(packed, groups=groups)
         with_gradients(attend, LAYERS["plain"], "cuda", torch.bfloat16, groups)
         peaks.append((torch.cuda.max_memory_allocated() - before) / tokens)
     record_property("measured", ", ".join(f"{peak / 1024:.1f}" for peak in peaks) + " KiB a token")
