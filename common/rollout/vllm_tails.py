@@ -1,35 +1,43 @@
-"""The end of a prompt is computed once for all responses to it: a connector for vLLM's KV cache, on a CPU.
+"""What prompts have in common is computed once: a connector for vLLM's KV cache, on a CPU.
 
-vLLM keeps keys and values in blocks of 32 tokens. Requests with the same start share whole blocks. The tail of a
-prompt, which fills a part of its last block, would be computed again for each response:
+vLLM keeps keys and values in blocks of 32 tokens. Requests with the same start share whole blocks. What else they have
+in common would be computed again for each of them, in two places:
 
-    prompt of 46 tokens       [ 32 tokens, shared ][ 14 tokens + 18 free places ]
-                                                     ^ the tail; each response continues in a copy of this block
+    prompts of 46 tokens      [ 26 tokens, the same in all prompts + 6 ][ 14 tokens + 18 free places ]
+                                ^ the beginning of all prompts            ^ the tail, the same in all responses
 
-Here the first response computes the tail, and the worker saves a copy of its block. The other responses wait for this
-one forward, and start with the copy in a block of their own. They compute only the prompt's last token, because they
-need its logits. With short answers this takes a quarter of the time off a rollout (baselines/performance).
+So the worker saves a copy of such a block after the first forward that has computed it. The other requests wait for
+this one forward, and start with the copy in a block of their own:
+
+- The tail of a prompt. The responses to it compute only its last token, because they need its logits. With short
+  answers this takes a quarter of the time off a rollout (baselines/performance).
+- The beginning of all prompts that wait at the same time: a chat template, a system prompt. Each prompt computes what
+  follows. The places behind the beginning hold the first prompt's tokens until then, and no query looks that far.
 
 vLLM makes one connector for its scheduler and one for its worker, which gets `BlockCopies` from the first. Both run in
 one process and one thread, in turns.
 """
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-SHORTEST_TAIL = 8  # tokens; computing fewer again is as fast as the forward that the others would wait for
-Ids = tuple[int, ...]  # token ids of a prompt
+SHORTEST = 8  # tokens; computing fewer again is as fast as the forward that the others would wait for
+Ids = tuple[int, ...]  # token ids, from the start of a prompt on
 
 
 @dataclass
 class BlockCopies(KVConnectorMetadata):
-    """The copies that the worker makes around one forward. A block is a number: its place in the KV cache."""
+    """The copies that the worker makes around one forward. A block is a number: its place in the KV cache.
 
-    restore: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the saved tail there
-    drop: list[Ids] = field(default_factory=list)  # then: free these saved tails
+    A copy goes by the token ids that end in it, from the start of the prompt on.
+    """
+
+    restore: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the copy there
+    drop: list[Ids] = field(default_factory=list)  # then: free these copies
     save: list[tuple[Ids, int]] = field(default_factory=list)  # after the forward: copy the block
 
 
@@ -41,43 +49,60 @@ class PromptTails(KVConnectorBase_V1):
         self.block_size = vllm_config.cache_config.block_size
         # The scheduler's side.
         self.waiting: dict[Ids, set[str]] = defaultdict(set)  # prompt -> requests that have never been scheduled
-        self.computing: dict[Ids, object] = {}  # prompt -> the request that computes its tail for the others
-        self.saved: set[Ids] = set()  # prompts whose tail the worker has saved
+        self.common: Ids = ()  # what all prompts begin with that came since nobody waited
+        self.beginning: Ids | None = None  # the same, from the first of them to be scheduled on
+        self.found: dict[str, Ids] = {}  # request -> the copy that it is about to start with
+        self.computing: dict[Ids, object] = {}  # ids -> the request that computes them for the others
+        self.saved: set[Ids] = set()  # ids whose last block the worker has copied
         self.copies = BlockCopies()  # around the next forward
         # The worker's side.
         self.caches: list[torch.Tensor] = []  # one for each layer; the first dimension counts blocks
-        self.tails: dict[Ids, list[torch.Tensor]] = {}  # prompt -> its last block in each layer
+        self.blocks: dict[Ids, list[torch.Tensor]] = {}  # ids -> their last block in each layer
 
     def on_new_request(self, request) -> None:
-        self.waiting[tuple(request.prompt_token_ids)].add(request.request_id)
+        ids = tuple(request.prompt_token_ids)
+        known = self.common if self.waiting else ids
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, ids))
+        self.common = tuple(token for token, _ in same)
+        self.waiting[ids].add(request.request_id)
+
+    def shared(self, ids: Ids) -> list[Ids]:
+        """What a prompt may share with other requests, the longest first: all but its last token, and the beginning."""
+        beginning = self.beginning or ()
+        return [ids[:-1], beginning] if beginning and ids[: len(beginning)] == beginning != ids else [ids[:-1]]
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that a saved tail provides after the shared blocks. None: it isn't saved yet, so ask again."""
-        ids = tuple(request.prompt_token_ids)
-        missing = len(ids) - 1 - num_computed_tokens  # without the last token, because its logits are needed
-        if ids in self.saved and missing < self.block_size and not request.num_output_tokens:
-            return missing, False
-        if self.computing.get(ids, request) is request:
-            return 0, False  # nobody computes this tail, or this request does
-        return None, False
+        """Tokens that a copy provides after the shared blocks. None: it isn't saved yet, so ask again."""
+        self.found.pop(request.request_id, None)
+        for ids in self.shared(tuple(request.prompt_token_ids)):
+            missing = len(ids) - num_computed_tokens
+            if self.computing.get(ids, request) is not request and missing > 0:
+                return None, False
+            if ids in self.saved and 0 < missing < self.block_size and not request.num_output_tokens:
+                self.found[request.request_id] = ids
+                return missing, False
+        return 0, False  # nobody computes any of these, or this request does
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
-        ids = tuple(request.prompt_token_ids)
-        self.waiting[ids].discard(request.request_id)
-        # The last token is computed by every response, so it is no part of the tail.
-        tail_tokens = (len(ids) - 1) % self.block_size
+        prompt = tuple(request.prompt_token_ids)
+        self.waiting[prompt].discard(request.request_id)
+        if self.beginning is None:
+            self.beginning = self.common if len(self.waiting) > 1 else ()  # () if no other prompt waits
         if num_external_tokens:
-            self.copies.restore.append((ids, self.last_block(request)))
-        elif ids not in self.saved and self.waiting[ids] and tail_tokens >= SHORTEST_TAIL:
-            self.computing.setdefault(ids, request)
-        self.forget_if_unneeded(ids)
+            ids = self.found.pop(request.request_id)
+            self.copies.restore.append((ids, self.last_block(request, ids)))
+        for ids in self.shared(prompt):
+            is_awaited = self.waiting[prompt] or (ids == self.beginning and len(self.waiting) > 1)
+            if is_awaited and ids not in self.saved and len(ids) % self.block_size >= SHORTEST:
+                self.computing.setdefault(ids, request)
+        self.forget_if_unneeded(prompt)
 
     def build_connector_meta(self, scheduler_output) -> BlockCopies:
         for ids, request in list(self.computing.items()):
             scheduled = scheduler_output.num_scheduled_tokens.get(request.request_id, 0)
-            # A long prompt takes several forwards. Its block can be saved after the last one.
+            # A long prompt takes several forwards. Its block can be saved when these tokens are computed.
             if request.num_computed_tokens + scheduled >= len(ids):
-                self.copies.save.append((ids, self.last_block(request)))
+                self.copies.save.append((ids, self.last_block(request, ids)))
                 self.saved.add(ids)
                 del self.computing[ids]
         copies = self.copies
@@ -85,26 +110,33 @@ class PromptTails(KVConnectorBase_V1):
         return copies
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, None]:
-        ids = tuple(request.prompt_token_ids)
-        self.waiting[ids].discard(request.request_id)
-        if self.computing.get(ids) is request:  # It was cancelled. The next one computes the tail.
-            del self.computing[ids]
-        self.forget_if_unneeded(ids)
+        prompt = tuple(request.prompt_token_ids)
+        self.waiting[prompt].discard(request.request_id)
+        self.found.pop(request.request_id, None)
+        for ids in self.shared(prompt):
+            if self.computing.get(ids) is request:  # It was cancelled. The next one computes them.
+                del self.computing[ids]
+        self.forget_if_unneeded(prompt)
         return False, None
 
-    def last_block(self, request) -> int:
-        """The block with the end of a request's prompt."""
+    def last_block(self, request, ids: Ids) -> int:
+        """The block in which these tokens of a request's prompt end."""
         blocks = self._kv_cache_manager.get_blocks(request.request_id).get_block_ids()[0]
-        return blocks[(request.num_prompt_tokens - 1) // self.block_size]
+        return blocks[(len(ids) - 1) // self.block_size]
 
-    def forget_if_unneeded(self, ids: Ids) -> None:
-        """Drop a prompt's saved tail when no request waits for it."""
-        if self.waiting[ids]:
+    def forget_if_unneeded(self, prompt: Ids) -> None:
+        """Drop a prompt's tail when no request waits for it, and the beginning when no request waits at all."""
+        if self.waiting[prompt]:
             return
-        del self.waiting[ids]
-        if ids in self.saved:
-            self.saved.discard(ids)
-            self.copies.drop.append(ids)
+        del self.waiting[prompt]
+        unneeded = [ids for ids in self.shared(prompt) if ids != self.beginning or not self.waiting]
+        for ids in unneeded:
+            self.computing.pop(ids, None)
+            if ids in self.saved:
+                self.saved.discard(ids)
+                self.copies.drop.append(ids)
+        if not self.waiting:
+            self.beginning = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.caches = list(kv_caches.values())
@@ -114,14 +146,14 @@ class PromptTails(KVConnectorBase_V1):
         if copies.restore:
             blocks = torch.tensor([block for _, block in copies.restore])
             for layer, cache in enumerate(self.caches):
-                tails = torch.stack([self.tails[ids][layer] for ids, _ in copies.restore])
-                cache.index_copy_(0, blocks, tails)
+                saved = torch.stack([self.blocks[ids][layer] for ids, _ in copies.restore])
+                cache.index_copy_(0, blocks, saved)
         for ids in copies.drop:
-            del self.tails[ids]
+            del self.blocks[ids]
 
     def wait_for_save(self) -> None:
         for ids, block in self._get_connector_metadata().save:
-            self.tails[ids] = [cache[block].clone() for cache in self.caches]
+            self.blocks[ids] = [cache[block].clone() for cache in self.caches]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: start_load_kv has copied everything."""

@@ -1,7 +1,8 @@
 """Prints, for engines of several sizes, how many tokens 6 responses to each of 4 prompts took, as JSON: one line each.
 
-Each line also has the bytes of the KV cache, and how many bytes of memory sleep() returned.
-tails.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy of a tail is left over.
+There is a number for each length of what all prompts begin with. Each line also has the bytes of the KV cache, and how
+many bytes of memory sleep() returned.
+tails.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy is left over.
 """
 
 import json
@@ -16,7 +17,8 @@ from common import placement
 from common.rollout import engines, vllm_engine
 from common.trainer import batching, model
 
-LENGTHS = [41, 33, 44, 100]  # tails of 8, 0, 11 and 3 tokens before each prompt's last one
+LENGTHS = [41, 49, 44, 100]  # tails of 8, 16, 11 and 3 tokens before each prompt's last one
+BEGINNINGS = [0, 26, 40]  # tokens that all prompts begin with: none, a part of a block, a block and a part
 own_settings = vllm_engine.engine_settings
 
 
@@ -35,11 +37,17 @@ def computed_tokens(engine, prompts, **sampling):
     batch = engine.generate(prompts, **sampling)
     scheduler.schedule = schedule
     connector = scheduler.connector
-    assert not (connector.waiting or connector.computing or connector.saved), (
+    assert not (connector.waiting or connector.computing or connector.saved or connector.found), (
         "the scheduler's side still expects a request"
     )
-    assert not get_kv_transfer_group().tails, "a copy is left over"
+    assert not get_kv_transfer_group().blocks, "a copy is left over"
     return batch, tokens
+
+
+def prompts_with(beginning: int) -> list[list[int]]:
+    """Prompts of LENGTHS, which all begin with the same tokens, and differ from there on."""
+    start = [7 + (beginning + place) % 40 for place in range(beginning)]
+    return [start + [3 + (i * place + i) % 40 for place in range(n)][beginning:] for i, n in enumerate(LENGTHS)]
 
 
 def cache_bytes(worker) -> int:
@@ -65,29 +73,32 @@ def cancel_the_first(llm, prompt: list[int]) -> None:
 def main(model_path: str) -> None:
     world = placement.init(0)
     policy = model.load(model_path, world, torch.float32)
-    prompts = [[3 + (i * place + i) % 40 for place in range(n)] for i, n in enumerate(LENGTHS)]
+    sets = {beginning: prompts_with(beginning) for beginning in BEGINNINGS}
     for limits in (
         {},  # everything fits
         {"max_num_batched_tokens": 32, "max_num_seqs": 24},  # a prompt takes several forwards
         {"max_num_seqs": 4},  # most responses wait until others have ended, the first one among them
-        {"num_gpu_blocks_override": 14},  # requests lose their blocks and begin again
+        {"num_gpu_blocks_override": 17},  # requests lose their blocks and begin again
     ):
         vllm_engine.engine_settings = lambda config, limits=limits: own_settings(config) | limits
         engine = engines.start("vllm", model_path, [1], world, torch.float32, max_model_len=128, sequences=24)
-        _, prefill = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=1, seed=0)
+        sample = dict(n=6, temperature=1.0, max_tokens=1, seed=0)
+        prefill = {beginning: computed_tokens(engine, prompts, **sample)[1] for beginning, prompts in sets.items()}
         (cache,) = engine.llm.collective_rpc(cache_bytes)
         resident = psutil.Process().memory_info().rss
         engine.sleep()
         returned = resident - psutil.Process().memory_info().rss
         # The same prompts as before: their keys and values were in the cache that is gone.
-        batch, _ = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=24, seed=1)
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
-        trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
-        gap = (trainer - batch.rollout_logprobs)[batch.response_mask].abs().max().item()
+        gaps = []
+        for prompts in sets.values():
+            batch, _ = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=24, seed=1)
+            micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
+            trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
+            gaps.append((trainer - batch.rollout_logprobs)[batch.response_mask].abs().max().item())
         memory = {"cache": cache, "returned": returned}
-        print(json.dumps({"limits": limits, "prefill": prefill, "gap": gap, **memory}), flush=True)
+        print(json.dumps({"limits": limits, "prefill": prefill, "gap": max(gaps), **memory}), flush=True)
         if "max_num_batched_tokens" in limits:
-            cancel_the_first(engine.llm.llm_engine, prompts[2])
+            cancel_the_first(engine.llm.llm_engine, sets[0][2])
         engine.shutdown()
 
 
