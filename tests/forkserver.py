@@ -45,7 +45,7 @@ MODULES = (
 # What vLLM's engine imports, and what engines.start sets before: vLLM reads both at its import.
 ENGINE_MODULES = (
     "common.rollout.vllm_engine",
-    "common.rollout.vllm_tails",
+    "common.rollout.vllm_prefixes",
     "common.rollout.vllm_weights",
     "vllm.entrypoints.llm",
     "vllm.entrypoints.launchers.cli_args",

@@ -74,16 +74,16 @@ def engine_settings(config: EngineConfig) -> dict:
         return settings
     if config.kv_cache_bytes:
         settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
-    if carries_state:  # vllm_tails copies only keys and values, and vLLM starts no connector beside states
+    if carries_state:  # vllm_prefixes copies only keys and values, and vLLM starts no connector beside states
         return settings
-    # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_tails shares as well.
+    # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_prefixes shares as well.
     # It knows a prompt by its token ids, which say nothing about images, and a layer by its own keys (Gemma 4's last
     # layers share theirs).
     settings["block_size"] = CPU_BLOCK_TOKENS
     if not layout.split and not sees_images and not shares_keys:
         settings["kv_transfer_config"] = {
-            "kv_connector": "PromptTails",
-            "kv_connector_module_path": "common.rollout.vllm_tails",
+            "kv_connector": "PrefixCopies",
+            "kv_connector_module_path": "common.rollout.vllm_prefixes",
             "kv_role": "kv_both",
         }
     return settings

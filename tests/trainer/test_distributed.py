@@ -134,7 +134,7 @@ def test_the_responses_to_a_prompt_compute_it_once(models):
     computed once. So it is with prompts that are cut into several forwards, with responses that wait for others, and
     with such that lose their blocks. Their log-probs are the trainer's, also after the cache's memory was returned.
     """
-    result = launch(WORKERS / "tails.py", models["untied"])
+    result = launch(WORKERS / "prefixes.py", models["untied"])
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     once = 41 + 49 + 44 + 100 + 5 * (1 + 1 + 1 + 4)
     expected = {"0": once, "26": once - 3 * 26, "40": once - 3 * 40}

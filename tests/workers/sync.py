@@ -39,7 +39,7 @@ def follow(world: placement.World, policy, engine) -> tuple[Rollout, list[batchi
     and its micro-batches.
     """
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # different ones on each rank, which TP must sort out
-    prompts[0] *= 11  # a whole block and a tail (vllm_tails.py): neither may outlive the weights it came from
+    prompts[0] *= 11  # a whole block and a tail (vllm_prefixes.py): neither may outlive the weights it came from
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
         told = {}  # what the engine reports while it still samples

@@ -2,7 +2,7 @@
 
 There is a number for each length of what all prompts begin with. Each line also has the bytes of the KV cache, and how
 many bytes of memory sleep() returned.
-tails.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy is left over.
+prefixes.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy is left over.
 """
 
 import json

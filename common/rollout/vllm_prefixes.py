@@ -41,7 +41,7 @@ class BlockCopies(KVConnectorMetadata):
     save: list[tuple[Ids, int]] = field(default_factory=list)  # after the forward: copy the block
 
 
-class PromptTails(KVConnectorBase_V1):
+class PrefixCopies(KVConnectorBase_V1):
     """Both sides of the connector. Methods that vLLM calls are documented in KVConnectorBase_V1."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
