@@ -76,9 +76,8 @@ def engine_settings(config: EngineConfig) -> dict:
         settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
     if carries_state:  # vllm_prefixes copies only keys and values, and vLLM starts no connector beside states
         return settings
-    # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_prefixes shares as well.
-    # It knows a prompt by its token ids, which say nothing about images, and a layer by its own keys (Gemma 4's last
-    # layers share theirs).
+    # Requests share whole blocks. vllm_prefixes shares parts of small ones as well. It knows a prompt by its token ids,
+    # which say nothing about images, and a layer by its own keys (Gemma 4's last layers share theirs).
     settings["block_size"] = CPU_BLOCK_TOKENS
     if not layout.split and not sees_images and not shares_keys:
         settings["kv_transfer_config"] = {
