@@ -66,10 +66,13 @@ class PrefixCopies(KVConnectorBase_V1):
         self.common = tuple(token for token, _ in same)
         self.waiting[ids].add(request.request_id)
 
-    def shared(self, ids: Ids) -> list[Ids]:
-        """What a prompt may share with other requests, the longest first: all but its last token, and the beginning."""
-        beginning = self.beginning or ()
-        return [ids[:-1], beginning] if beginning and ids[: len(beginning)] == beginning != ids else [ids[:-1]]
+    def shared(self, prompt: Ids) -> list[Ids]:
+        """What a request may share, the longest first: all but its prompt's last token, and the beginning of all.
+
+        Each request computes its prompt's last token itself, because it needs the logits.
+        """
+        tail, beginning = prompt[:-1], self.beginning or ()
+        return [tail, beginning] if tail[: len(beginning)] == beginning else [tail]
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a copy provides after the shared blocks. None: it isn't saved yet, so ask again."""
@@ -113,9 +116,8 @@ class PrefixCopies(KVConnectorBase_V1):
         prompt = tuple(request.prompt_token_ids)
         self.waiting[prompt].discard(request.request_id)
         self.found.pop(request.request_id, None)
-        for ids in self.shared(prompt):
-            if self.computing.get(ids) is request:  # It was cancelled. The next one computes them.
-                del self.computing[ids]
+        # If it was cancelled, another request computes what this one didn't.
+        self.computing = {ids: other for ids, other in self.computing.items() if other is not request}
         self.forget_if_unneeded(prompt)
         return False, None
 
@@ -125,18 +127,23 @@ class PrefixCopies(KVConnectorBase_V1):
         return blocks[(len(ids) - 1) // self.block_size]
 
     def forget_if_unneeded(self, prompt: Ids) -> None:
-        """Drop a prompt's tail when no request waits for it, and the beginning when no request waits at all."""
+        """Drop a prompt's tail when no request waits for it, and everything when no request waits at all.
+
+        So no copy outlives a call of the engine, or the weights that computed it.
+        """
         if self.waiting[prompt]:
             return
         del self.waiting[prompt]
-        unneeded = [ids for ids in self.shared(prompt) if ids != self.beginning or not self.waiting]
+        if self.waiting:
+            unneeded = {prompt[:-1]} - {self.beginning}
+        else:
+            unneeded = self.saved | self.computing.keys()
+            self.beginning = None
         for ids in unneeded:
             self.computing.pop(ids, None)
             if ids in self.saved:
                 self.saved.discard(ids)
                 self.copies.drop.append(ids)
-        if not self.waiting:
-            self.beginning = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.caches = list(kv_caches.values())

@@ -7,6 +7,7 @@ prefixes.py MODEL. Raises AssertionError if a log-prob differs from the trainer'
 
 import json
 import sys
+import uuid
 
 import psutil
 import torch
@@ -36,12 +37,14 @@ def computed_tokens(engine, prompts, **sampling):
     scheduler.schedule = counted
     batch = engine.generate(prompts, **sampling)
     scheduler.schedule = schedule
-    connector = scheduler.connector
-    assert not (connector.waiting or connector.computing or connector.saved or connector.found), (
-        "the scheduler's side still expects a request"
-    )
-    assert not get_kv_transfer_group().blocks, "a copy is left over"
+    check_nothing_is_left(scheduler)
     return batch, tokens
+
+
+def check_nothing_is_left(scheduler) -> None:
+    connector = scheduler.connector
+    assert not (connector.waiting or connector.computing or connector.saved or connector.found or connector.beginning)
+    assert not get_kv_transfer_group().blocks, "a copy is left over"
 
 
 def prompts_with(beginning: int) -> list[list[int]]:
@@ -57,17 +60,43 @@ def cache_bytes(worker) -> int:
 
 def cancel_the_first(llm, prompt: list[int]) -> None:
     """Of two requests with one prompt, the first is cancelled between its forwards. The other must not wait for it."""
-    sampling = SamplingParams(max_tokens=1, detokenize=False)
-    first, _ = (llm.add_request(name, {"prompt_token_ids": prompt}, sampling) for name in "ab")
-    llm.engine_core.engine_core.scheduler.reset_prefix_cache()
+    scheduler = llm.engine_core.engine_core.scheduler
+    first, _ = add(llm, prompt, prompt)
+    scheduler.reset_prefix_cache()
     llm.step()
-    assert llm.engine_core.engine_core.scheduler.connector.computing, "the first forward has computed the whole prompt"
+    assert scheduler.connector.computing, "the first forward has computed the whole prompt"
     llm.abort_request([first], internal=True)
+    finish(llm)
+
+
+def end_with_another_prompt(llm) -> None:
+    """Whatever begins the last prompt to be scheduled, no copy of the others' beginning may outlive the call."""
+    beginning = list(range(3, 29))
+    # The beginning itself.
+    add(llm, [*beginning, *range(10)], [*beginning, *range(20, 32)], beginning)
+    finish(llm)
+    # A prompt that comes while the second waits for the first, and begins otherwise.
+    llm.engine_core.engine_core.scheduler.reset_prefix_cache()
+    add(llm, [*beginning, *range(10)], [*beginning, *range(20, 32)])
+    llm.step()
+    add(llm, [40] * 20)
+    finish(llm)
+
+
+def add(llm, *prompts: list[int]) -> list[str]:
+    """Add a request for each prompt. Returns their names in the engine."""
+    sampling = SamplingParams(max_tokens=4, detokenize=False)
+    names = [str(uuid.uuid4()) for _ in prompts]
+    return [llm.add_request(name, {"prompt_token_ids": ids}, sampling) for name, ids in zip(names, prompts)]
+
+
+def finish(llm) -> None:
     steps = 0
     while llm.has_unfinished_requests():
         llm.step()
         steps += 1
-        assert steps < 10, "the second request still waits"
+        assert steps < 20, "a request still waits"
+    check_nothing_is_left(llm.engine_core.engine_core.scheduler)
 
 
 def main(model_path: str) -> None:
@@ -99,6 +128,7 @@ def main(model_path: str) -> None:
         print(json.dumps({"limits": limits, "prefill": prefill, "gap": max(gaps), **memory}), flush=True)
         if "max_num_batched_tokens" in limits:
             cancel_the_first(engine.llm.llm_engine, sets[0][2])
+        end_with_another_prompt(engine.llm.llm_engine)
         engine.shutdown()
 
 
