@@ -49,8 +49,9 @@ class PrefixCopies(KVConnectorBase_V1):
         self.block_size = vllm_config.cache_config.block_size
         # The scheduler's side.
         self.waiting: dict[Ids, set[str]] = defaultdict(set)  # prompt -> requests that have never been scheduled
-        self.common: Ids = ()  # what all prompts begin with that came since nobody waited
-        self.beginning: Ids | None = None  # the same, from the first of them to be scheduled on
+        # What all prompts begin with. It is decided when the first of them is scheduled, and holds until none waits.
+        self.beginning: Ids | None = None  # None: not decided. (): they have nothing in common
+        self.common: Ids = ()  # the same while prompts still come in
         self.found: dict[str, Ids] = {}  # request -> the copy that it is about to start with
         self.computing: dict[Ids, object] = {}  # ids -> the request that computes them for the others
         self.saved: set[Ids] = set()  # ids whose last block the worker has copied
@@ -77,11 +78,13 @@ class PrefixCopies(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a copy provides after the shared blocks. None: it isn't saved yet, so ask again."""
         self.found.pop(request.request_id, None)
+        if request.num_output_tokens:  # It lost its blocks while it sampled, and computes them again.
+            return 0, False
         for ids in self.shared(tuple(request.prompt_token_ids)):
             missing = len(ids) - num_computed_tokens
             if self.computing.get(ids, request) is not request and missing > 0:
                 return None, False
-            if ids in self.saved and 0 < missing < self.block_size and not request.num_output_tokens:
+            if ids in self.saved and 0 < missing < self.block_size:
                 self.found[request.request_id] = ids
                 return missing, False
         return 0, False  # nobody computes any of these, or this request does
@@ -90,7 +93,7 @@ class PrefixCopies(KVConnectorBase_V1):
         prompt = tuple(request.prompt_token_ids)
         self.waiting[prompt].discard(request.request_id)
         if self.beginning is None:
-            self.beginning = self.common if len(self.waiting) > 1 else ()  # () if no other prompt waits
+            self.beginning = self.common if len(self.waiting) > 1 else ()
         if num_external_tokens:
             ids = self.found.pop(request.request_id)
             self.copies.restore.append((ids, self.last_block(request, ids)))
@@ -105,9 +108,10 @@ class PrefixCopies(KVConnectorBase_V1):
             scheduled = scheduler_output.num_scheduled_tokens.get(request.request_id, 0)
             # A long prompt takes several forwards. Its block can be saved when these tokens are computed.
             if request.num_computed_tokens + scheduled >= len(ids):
-                self.copies.save.append((ids, self.last_block(request, ids)))
-                self.saved.add(ids)
                 del self.computing[ids]
+                if block := self.last_block(request, ids):  # 0 stands for one that is behind a sliding window
+                    self.copies.save.append((ids, block))
+                    self.saved.add(ids)
         copies = self.copies
         self.copies = BlockCopies()
         return copies

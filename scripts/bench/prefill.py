@@ -1,4 +1,4 @@
-"""What do the responses to one prompt cost on a CPU before their first token? vLLM with and without sharing.
+"""What do responses cost on a CPU before their first token? vLLM with and without sharing what prompts have in common.
 
 python scripts/bench/prefill.py --model models/SmolLM2-135M-Instruct
 
@@ -22,10 +22,12 @@ from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks
 from common.rollout import engines
 
+ENDS_COPIED = "blocks of 32; the ends of prompts copied"
 ROWS = {  # name -> what it changes in the engine's settings
     "blocks of 128 tokens, vLLM's own": {"block_size": 128, "kv_transfer_config": None},
     "blocks of 32": {"kv_transfer_config": None},
-    "blocks of 32, and the last block copied": {},
+    ENDS_COPIED: {},
+    "blocks of 32; parts of blocks copied": {},
 }
 
 
@@ -40,13 +42,15 @@ class Args:
     turns: int = 5  # Measured turns of each row, after one to warm up.
 
 
-def start(args: Args, changes: dict) -> None:
-    """Start this process's engine."""
+def start(args: Args, name: str) -> None:
+    """Start this process's engine: that of row `name`."""
     global engine, prompts
-    from common.rollout import vllm_engine
+    from common.rollout import vllm_engine, vllm_prefixes
 
     own = vllm_engine.engine_settings
-    vllm_engine.engine_settings = lambda config: own(config) | changes
+    vllm_engine.engine_settings = lambda config: own(config) | ROWS[name]
+    if name == ENDS_COPIED:  # not what all prompts begin with
+        vllm_prefixes.PrefixCopies.shared = lambda self, prompt: [prompt[:-1]]
     tokenizer, stops = load_tokenizer(args.model)
     prompts = data.load((args.dataset,), data.TrainSource(), "train", tokenizer, 512)
     engine = engines.start(
@@ -75,7 +79,7 @@ def measure(args: Args, turn: int) -> tuple[float, float, float]:
 def main(args: Args) -> None:
     args.model = resolve_model(args.model)
     spawn = multiprocessing.get_context("spawn")
-    pools = {name: ProcessPoolExecutor(1, spawn, start, (args, changes)) for name, changes in ROWS.items()}
+    pools = {name: ProcessPoolExecutor(1, spawn, start, (args, name)) for name in ROWS}
     times = {name: [] for name in pools}
     for turn in range(args.turns + 1):
         for name, pool in pools.items():

@@ -152,6 +152,13 @@ def test_vllm_follows_the_trainer_in_a_process_of_its_own(saved, name):
 
 
 @pytest.mark.slow
+def test_what_lies_behind_a_window_is_not_copied(saved):
+    """vLLM's table has an empty block there. Others would start with it as the beginning of their prompts."""
+    (gap,) = re.findall(r"gap (\S+)", launch(ROOT / "tests/workers/windows.py", saved("mistral")).stdout)
+    assert float(gap) <= 1e-5
+
+
+@pytest.mark.slow
 def test_vllm_takes_new_convolutions_in_bfloat16(saved):
     """It packs them for the processor, and Mamba 2 would go on with the first ones: 0.9 nats off after three."""
     gaps = gaps_of("vllm", "bfloat16", saved, ["falcon_h1"])

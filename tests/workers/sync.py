@@ -38,8 +38,10 @@ def follow(world: placement.World, policy, engine) -> tuple[Rollout, list[batchi
     """Sample, compare and update, six times. Returns the last batch, which the weights before the last update sampled,
     and its micro-batches.
     """
-    prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # different ones on each rank, which TP must sort out
-    prompts[0] *= 11  # a whole block and a tail (vllm_prefixes.py): neither may outlive the weights it came from
+    beginning = [5 + world.rank, 6, 7] * 4  # different ones on each rank, which TP must sort out
+    prompts = [[*beginning, 8 + i] for i in range(5)]
+    # A whole block, a tail and a beginning (vllm_prefixes.py): none may outlive the weights it came from.
+    prompts = [prompts[0] * 4, *prompts[1:], beginning]
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
         told = {}  # what the engine reports while it still samples
