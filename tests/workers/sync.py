@@ -39,7 +39,7 @@ def follow(world: placement.World, policy, engine) -> tuple[Rollout, list[batchi
     and its micro-batches.
     """
     beginning = [5 + world.rank, 6, 7] * 4  # different ones on each rank, which TP must sort out
-    prompts = [[*beginning, 8 + i] for i in range(5)]
+    prompts = [[*beginning, 8 + i, 9] for i in range(5)]
     # A whole block, a tail and a beginning (vllm_prefixes.py): none may outlive the weights it came from.
     prompts = [prompts[0] * 4, *prompts[1:], beginning]
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
