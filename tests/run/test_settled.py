@@ -1,4 +1,4 @@
-"""The speedrun's entries 0002-settled and 0003-beginnings: what they compute is what their files say."""
+"""The speedrun's entries 0002-settled, 0003-beginnings and 0004-asked-once: what they compute is what their files say."""
 
 import itertools
 import math
@@ -16,6 +16,7 @@ from common.trainer.batching import Compute
 
 settled = load("speedrun/records/0002-settled/train.py")
 beginnings = load("speedrun/records/0003-beginnings/train.py")
+asked_once = load("speedrun/records/0004-asked-once/train.py")
 grpo = load("algos/grpo.py")
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.2}
 
@@ -68,7 +69,7 @@ def gradients(policy) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("settled", [settled, beginnings], ids=["0002", "0003"])
+@pytest.mark.parametrize("settled", [settled, beginnings, asked_once], ids=["0002", "0003", "0004"])
 @pytest.mark.parametrize("beginning", [0, 3])
 @pytest.mark.parametrize("budget", [4096, 60])  # tokens; with 60, groups are cut
 def test_the_gradient_is_that_of_grpo(models, world, beginning, budget, settled):
@@ -109,7 +110,7 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget, settled)
     trained = is_merged.any(1)
     lengths = settled.common_beginnings(responses, trained.tolist(), 8)
     assert min(lengths) >= beginning
-    of_all_prompts = batching.common_beginning(batch, trained.nonzero().flatten()) if settled is beginnings else None
+    of_all_prompts = batching.common_beginning(batch, trained.nonzero().flatten()) if settled in (beginnings, asked_once) else None
     shorter = settled.lay_behind_prompts(batch, lengths)
     (mini_batch,) = batching.split(shorter, 1, trained, compute, world, of_all_prompts)
     tokens = clipped = 0
@@ -126,7 +127,7 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget, settled)
         (whole,) = batching.pack(rollout, trained.nonzero().flatten(), compute, world)
         rows = trained.view(-1, 8).sum(1)  # of each group
         saved = ((rows - 1).clamp(min=0) * torch.tensor(lengths).view(-1, 8)[:, 0]).sum()
-        if settled is beginnings:
+        if settled in (beginnings, asked_once):
             saved += ((rows > 0).sum() - 1) * len(system)
         assert tokens == whole.input_ids.numel() - saved, "a beginning is there once"
 
