@@ -1,4 +1,4 @@
-"""The speedrun's entries 0002-settled, 0003-beginnings and 0004-asked-once: what they compute is what their files say."""
+"""The speedrun's entries 0002 to 0004: what they compute is what their files say."""
 
 import itertools
 import math
@@ -110,7 +110,8 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget, settled)
     trained = is_merged.any(1)
     lengths = settled.common_beginnings(responses, trained.tolist(), 8)
     assert min(lengths) >= beginning
-    of_all_prompts = batching.common_beginning(batch, trained.nonzero().flatten()) if settled in (beginnings, asked_once) else None
+    shares_prompts = settled in (beginnings, asked_once)
+    of_all_prompts = batching.common_beginning(batch, trained.nonzero().flatten()) if shares_prompts else None
     shorter = settled.lay_behind_prompts(batch, lengths)
     (mini_batch,) = batching.split(shorter, 1, trained, compute, world, of_all_prompts)
     tokens = clipped = 0
@@ -127,7 +128,7 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget, settled)
         (whole,) = batching.pack(rollout, trained.nonzero().flatten(), compute, world)
         rows = trained.view(-1, 8).sum(1)  # of each group
         saved = ((rows - 1).clamp(min=0) * torch.tensor(lengths).view(-1, 8)[:, 0]).sum()
-        if settled in (beginnings, asked_once):
+        if shares_prompts:
             saved += ((rows > 0).sum() - 1) * len(system)
         assert tokens == whole.input_ids.numel() - saved, "a beginning is there once"
 
