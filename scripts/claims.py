@@ -5,7 +5,7 @@
     python scripts/claims.py std length --seeds 0 1           # two rows, two seeds
     python scripts/claims.py embedded --folder baselines/claims     # what made the committed runs; skips those there
     python scripts/claims.py sums --folder baselines/claims         # the same for SmolLM2, an hour a run and 10 GB
-    python scripts/claims.py --rebuild                        # the page's tables and picture, from the committed runs
+    python scripts/claims.py --rebuild                        # tables, picture and CSV, from the committed runs
 
 A claim compares an arm with a control. Both are runs of an algorithm's file, or of a variant of it (docs/variants.md),
 with the same task, flags and seeds, except for what ARMS says. Two claims have no control: they compare the trained
@@ -50,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "baselines/claims"
 PAGE = ROOT / "docs/claims.md"
 PICTURE = COMMITTED / "intervals.svg"
+DIFFERENCES = COMMITTED / "differences.csv"  # arm and control of each row, seed by seed
 ONE_PROBLEM = "runs/one-problem.jsonl"
 REVERSAL = "runs/reversal"  # folder of the task `reversal`: its problems, and the model that its runs start from
 REVERSED = 5  # digits of a problem of `reversal`
@@ -399,7 +400,7 @@ def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) 
 
 
 def verdict(claim: Claim, estimate: study.Estimate | None, seeds: int) -> str:
-    """The rule that was fixed before the runs. That it waits for all SEEDS was added when only seed 0 had run.
+    """The rule that was fixed before the runs. That it waits for all SEEDS was added after the first 21 runs.
 
     So nobody can stop when the answer pleases.
     "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
@@ -464,6 +465,17 @@ def linked(source: str) -> str:
     return ", ".join([f"[{name}]({address})", *section])
 
 
+def differences(folder: Path) -> str:
+    """CSV: a line for each seed of each row, by the claim's own measure. In its own unit, so 0.5 for 50 %."""
+    lines = ["claim,measure,seed,arm,control,difference"]
+    for name, (arm, control) in finished(folder).items():
+        measure = CLAIMS[name].measure
+        for seed in sorted(arm):
+            values = (arm[seed], control[seed], arm[seed] - control[seed])
+            lines.append(f"{name},{measure},{seed}," + ",".join(f"{value:.6g}" for value in values))
+    return "\n".join(lines) + "\n"
+
+
 def arms_table() -> str:
     """What each row compares, and who claims it."""
     lines = ["| claim | arm | control | source |", "|---" * 4 + "|"]
@@ -496,8 +508,9 @@ def summary(folder: Path) -> str:
             f"- Of {len(CLAIMS)} rows, {len(verdicts)} have a verdict: {counts}.",
             f"- {len(excluding)} intervals exclude 0. In a joint test of all rows, {listed(remaining)} of these "
             "differences remain. (Holm's correction keeps the chance of any false finding at 5 %.)",
-            f"- {len(short_of_margin)} rows expect an increase or a decrease. In a joint test of these against their "
-            f"margins (Holm, one-sided, 2.5 %), {listed(falling_short)} show an effect smaller than their margin.",
+            f"- {len(short_of_margin)} rows expect an increase or a decrease. In {listed(falling_short)} of them, a "
+            "change in that direction as large as the margin is ruled out even if all of them are tested together "
+            "(Holm, one-sided, 2.5 %).",
         ]
     )
 
@@ -512,17 +525,23 @@ def measures_table(folder: Path) -> str:
     """Arm minus control by all measures of SHOWN, for the rows that have a control and all their seeds.
 
     The last column is no difference: it has the steps whose gradients were clipped, in percent, of arm and control.
+    Below the table is how many of the intervals that decide no verdict exclude 0.
     """
     shown = [MEASURES[name] for name in SHOWN]
     labels = [*(measure.label for measure in shown), "steps with clipped gradients, %: arm, control"]
     lines = [f"| claim | {' | '.join(labels)} |", "|---" * (len(labels) + 1) + "|"]
+    unplanned = []
     for name, claim in CLAIMS.items():
-        pairs = [compared(folder, claim, measure) for measure in shown]
-        if claim.control and len(pairs[0][0]) >= SEEDS[claim.task]:
-            fields = [measure.text(study.paired(*pair)) for measure, pair in zip(shown, pairs)]
+        estimates = {kind: study.paired(*compared(folder, claim, MEASURES[kind])) for kind in SHOWN}
+        if claim.control and len(read_runs(folder, claim.task, claim.arm)) >= SEEDS[claim.task]:
+            fields = [MEASURES[kind].text(estimate) for kind, estimate in estimates.items()]
             fields.append(", ".join(clipped(folder, claim.task, arm) for arm in (claim.arm, claim.control)))
             lines.append(f"| [{name}](#{name}) | {' | '.join(fields)} |")
-    return "\n".join(lines)
+            unplanned += [estimate for kind, estimate in estimates.items() if kind != claim.measure]
+    excluding = sum(estimate.excludes_zero for estimate in unplanned)
+    said = f"{len(unplanned)} of these intervals decide no verdict. {excluding} of them exclude 0, without a correction"
+    said += f" for their number. By chance alone, about {0.05 * len(unplanned):.0f} would."
+    return "\n".join([*lines, "", said])
 
 
 def clipped(folder: Path, task: str, arm: str) -> str:
@@ -622,9 +641,10 @@ def draw_interval(axis: Axes, place: int, estimate: study.Estimate, color: str) 
 
 
 def rebuild() -> None:
-    """Write what the committed runs say into the page, and draw its picture."""
+    """Write what the committed runs say into the page and DIFFERENCES, and draw the page's picture."""
     for name, text in page_parts(COMMITTED).items():
         blocks.write(PAGE, name, text)
+    DIFFERENCES.write_text(differences(COMMITTED))
     draw(COMMITTED, PICTURE)
 
 

@@ -107,10 +107,25 @@ def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path)
     finished(tmp_path, "no-std", {seed: share + 0.05 for seed, share in reversed(shares.items())}, above=(0.03, 0.02))
     finished(tmp_path, "grpo", shares)
     finished(tmp_path, "random-reward", shares, accuracy=[0.5, 0.1])
-    found = claims.measures_table(tmp_path).splitlines()[2:]
+    found = claims.measures_table(tmp_path).split("\n\n")[0].splitlines()[2:]
     assert found == ["| [std](#std) | 8.0 | 5.0 | 7.0 | ?, ? |"]
     finished(tmp_path, "no-std", shares, grad_norm=[1.5, 0.2, 1.01, 1.0])
-    assert claims.measures_table(tmp_path).endswith("| 50, ? |"), "a norm of 1 isn't clipped"
+    assert "| 50, ? |\n\n" in claims.measures_table(tmp_path), "a norm of 1 isn't clipped"
+
+
+def test_the_intervals_that_decide_nothing_are_counted():
+    """Read off the page: all but those by the measure of the row's verdict, which has another table."""
+    deciding = {row.split(" | ")[0]: row.split(" | ")[4] for row in claims.table(claims.COMMITTED).splitlines()[2:]}
+    table, said = claims.measures_table(claims.COMMITTED).split("\n\n")
+    head, _, *rows = [line.split(" | ") for line in table.splitlines()]
+    unplanned = [
+        [float(end) for end in re.search(r"\[(.+), (.+)\]", field).groups()]
+        for row in rows
+        for measure, field in zip(head[1:4], row[1:4])
+        if measure != deciding[row[0]]
+    ]
+    excluding = [low > 0 or high < 0 for low, high in unplanned]
+    assert said.startswith(f"{len(unplanned)} of these intervals decide no verdict. {sum(excluding)} of them exclude 0")
 
 
 def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
@@ -122,7 +137,7 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     said = claims.summary(tmp_path)
     assert "Of 27 rows, 3 have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
     assert "2 intervals exclude 0" in said and "1 ([std](#std)) of these differences remain" in said
-    assert "3 rows expect" in said and "1 ([delight](#delight)) show an effect smaller than their margin" in said
+    assert "3 rows expect" in said and "In 1 ([delight](#delight)) of them, a change" in said
 
 
 @pytest.mark.parametrize("expected, sign", [("more", 1), ("less", -1)])
@@ -617,6 +632,15 @@ def test_the_pages_count_the_verdicts_of_the_table():
 def test_the_committed_tables_are_what_the_runs_give():
     for name, text in claims.page_parts(claims.COMMITTED).items():
         assert claims.blocks.read(claims.PAGE, name) == text, name
+
+
+def test_the_committed_differences_are_what_the_runs_give():
+    text = claims.DIFFERENCES.read_text()
+    assert text == claims.differences(claims.COMMITTED)
+    rows = [line.split(",") for line in text.splitlines()[1:]]
+    of_critic = [float(row[-1]) for row in rows if row[0] == "critic"]
+    (line,) = (line for line in claims.table(claims.COMMITTED).splitlines() if "[critic]" in line)
+    assert f"| {100 * statistics.mean(of_critic):.1f} [" in line
 
 
 def test_the_committed_picture_is_what_the_runs_give(tmp_path):
