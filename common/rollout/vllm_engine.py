@@ -68,7 +68,7 @@ def engine_settings(config: EngineConfig) -> dict:
     if cuda:
         # Logits in float32, as in the trainer. On a CPU vllm_weights.Float32Head does this.
         settings["hf_overrides"] = {"head_dtype": "float32"}
-        # The second way to FlashInfer's all-reduce, which nvcc would compile (see engines.set_vllm_environment).
+        # Not FlashInfer's all-reduce here either: nvcc would compile it (see engines.set_vllm_environment).
         settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
         return settings
@@ -76,8 +76,8 @@ def engine_settings(config: EngineConfig) -> dict:
         settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
     if carries_state:  # vllm_prefixes copies only keys and values, and vLLM starts no connector beside states
         return settings
-    # Requests share whole blocks. vllm_prefixes shares parts of small ones as well. It knows a prompt by its token ids,
-    # which say nothing about images, and a layer by its own keys (Gemma 4's last layers share theirs).
+    # Requests share whole blocks. vllm_prefixes also shares parts of a block. It recognizes a prompt by its token ids,
+    # which don't say what an image shows, and copies each layer's own keys (Gemma 4's last layers have none).
     settings["block_size"] = CPU_BLOCK_TOKENS
     if not layout.split and not sees_images and not shares_keys:
         settings["kv_transfer_config"] = {
@@ -252,7 +252,8 @@ class VLLMEngine:
             self.llm.sleep(level=2)
             self.asleep = True
         else:
-            # A prompt that is asked for again must not find the zeros. The reset fails while a request still samples.
+            # drop_caches leaves zeros, which vLLM would take for a prompt's keys and values if it is asked for again.
+            # The reset fails while a request still samples.
             if self.llm.reset_prefix_cache():
                 self.llm.collective_rpc(drop_caches)
 

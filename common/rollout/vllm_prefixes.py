@@ -9,13 +9,17 @@ in common would be computed again for each of them, in two places:
 So the worker saves a copy of such a block after the first forward that has computed it. The other requests wait for
 this one forward, and start with the copy in a block of their own:
 
-- The tail of a prompt. The responses to it compute only its last token, because they need its logits. With short
+- The tail of a prompt. The other responses to it compute only its last token, because they need its logits. With short
   answers this takes a quarter of the time off a rollout (baselines/performance).
 - The beginning of all prompts that wait at the same time: a chat template, a system prompt. Each prompt computes what
-  follows. The places behind the beginning hold the first prompt's tokens until then, and no query looks that far.
+  follows. Before that, the places behind the beginning hold another prompt's keys, and no query reads them.
 
-vLLM makes one connector for its scheduler and one for its worker, which gets `BlockCopies` from the first. Both run in
-one process and one thread, in turns.
+A prompt that is cut into several forwards takes all tokens of each, so vLLM asks nobody else before its last one. That
+is why no two requests can wait for each other.
+
+vLLM makes one connector for its scheduler and one for its worker. The scheduler's sends the worker's `BlockCopies` in
+each step. Both run in one process and one thread, and a step has run before the next is scheduled. So the scheduler
+takes a copy for saved as soon as it has asked for it.
 """
 
 import itertools
@@ -25,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-SHORTEST = 8  # tokens; computing fewer again is as fast as the forward that the others would wait for
+SHORTEST = 8  # tokens; to compute fewer again costs no more than to wait for one forward
 Ids = tuple[int, ...]  # token ids, from the start of a prompt on
 
 
@@ -33,12 +37,17 @@ Ids = tuple[int, ...]  # token ids, from the start of a prompt on
 class BlockCopies(KVConnectorMetadata):
     """The copies that the worker makes around one forward. A block is a number: its place in the KV cache.
 
-    A copy goes by the token ids that end in it, from the start of the prompt on.
+    The key of a copy is all token ids of a prompt, up to the last one that the block is shared for.
     """
 
     restore: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the copy there
-    drop: list[Ids] = field(default_factory=list)  # then: free these copies
+    drop: list[Ids] = field(default_factory=list)  # after restoring, before saving: free these copies
     save: list[tuple[Ids, int]] = field(default_factory=list)  # after the forward: copy the block
+
+
+def shareable(request) -> Ids:
+    """All of a prompt but its last token, which each request computes itself, because it needs the logits."""
+    return tuple(request.prompt_token_ids[:-1])
 
 
 class PrefixCopies(KVConnectorBase_V1):
@@ -48,68 +57,62 @@ class PrefixCopies(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self.block_size = vllm_config.cache_config.block_size
         # The scheduler's side.
-        self.waiting: dict[Ids, set[str]] = defaultdict(set)  # prompt -> requests that have never been scheduled
-        # What all prompts begin with. It is decided when the first of them is scheduled, and holds until none waits.
-        self.beginning: Ids | None = None  # None: not decided. (): they have nothing in common
-        self.common: Ids = ()  # the same while prompts still come in
-        self.found: dict[str, Ids] = {}  # request -> the copy that it is about to start with
+        self.waiting: dict[Ids, set[str]] = defaultdict(set)  # shareable ids -> requests never scheduled so far
+        # What all prompts begin with that came since nobody waited, fixed when the first of them is scheduled.
+        self.beginning: Ids | None = None  # None: not fixed yet. (): they have nothing in common
+        self.common: Ids = ()  # the same, narrowed by each prompt that comes
+        self.found: Ids = ()  # the copy that the request at hand may start with
         self.computing: dict[Ids, object] = {}  # ids -> the request that computes them for the others
-        self.saved: set[Ids] = set()  # ids whose last block the worker has copied
+        self.saved: set[Ids] = set()  # ids whose last block the worker has copied when the next step is scheduled
         self.copies = BlockCopies()  # around the next forward
         # The worker's side.
         self.caches: list[torch.Tensor] = []  # one for each layer; the first dimension counts blocks
-        self.blocks: dict[Ids, list[torch.Tensor]] = {}  # ids -> their last block in each layer
+        self.contents: dict[Ids, list[torch.Tensor]] = {}  # ids -> keys and values of their last block in each layer
 
     def on_new_request(self, request) -> None:
-        ids = tuple(request.prompt_token_ids)
+        ids = shareable(request)
         known = self.common if self.waiting else ids
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, ids))
         self.common = tuple(token for token, _ in same)
         self.waiting[ids].add(request.request_id)
 
-    def shared(self, prompt: Ids) -> list[Ids]:
-        """What a request may share, the longest first: all but its prompt's last token, and the beginning of all.
-
-        Each request computes its prompt's last token itself, because it needs the logits.
-        """
-        tail, beginning = prompt[:-1], self.beginning or ()
-        return [tail, beginning] if tail[: len(beginning)] == beginning else [tail]
+    def shared(self, ids: Ids) -> list[Ids]:
+        """What a request with these shareable ids may share, the longest first: all of them, or what all begin with."""
+        beginning = self.beginning or ()
+        return [ids, beginning] if ids[: len(beginning)] == beginning else [ids]
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that a copy provides after the shared blocks. None: it isn't saved yet, so ask again."""
-        self.found.pop(request.request_id, None)
+        """Tokens that a copy provides after the blocks that vLLM shares itself. None: not saved yet, so ask again."""
         if request.num_output_tokens:  # It lost its blocks while it sampled, and computes them again.
             return 0, False
-        for ids in self.shared(tuple(request.prompt_token_ids)):
+        for ids in self.shared(shareable(request)):
             missing = len(ids) - num_computed_tokens
             if self.computing.get(ids, request) is not request and missing > 0:
                 return None, False
             if ids in self.saved and 0 < missing < self.block_size:
-                self.found[request.request_id] = ids
+                self.found = ids
                 return missing, False
-        return 0, False  # nobody computes any of these, or this request does
+        return 0, False  # nobody else computes what is missing, and no copy fits
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
-        prompt = tuple(request.prompt_token_ids)
-        self.waiting[prompt].discard(request.request_id)
+        own = shareable(request)
+        self.waiting[own].discard(request.request_id)
         if self.beginning is None:
-            self.beginning = self.common if len(self.waiting) > 1 else ()
-        if num_external_tokens:
-            ids = self.found.pop(request.request_id)
-            self.copies.restore.append((ids, self.last_block(request, ids)))
-        for ids in self.shared(prompt):
-            is_awaited = self.waiting[prompt] or (ids == self.beginning and len(self.waiting) > 1)
-            if is_awaited and ids not in self.saved and len(ids) % self.block_size >= SHORTEST:
+            self.beginning = self.common
+        if num_external_tokens:  # vLLM has just asked about this request
+            self.copies.restore.append((self.found, self.last_block(request, self.found)))
+        for ids in self.shared(own):
+            if ids not in self.saved and len(ids) % self.block_size >= SHORTEST:
                 self.computing.setdefault(ids, request)
-        self.forget_if_unneeded(prompt)
+        self.forget_if_unneeded(own)  # perhaps nobody waits for them
 
     def build_connector_meta(self, scheduler_output) -> BlockCopies:
         for ids, request in list(self.computing.items()):
             scheduled = scheduler_output.num_scheduled_tokens.get(request.request_id, 0)
-            # A long prompt takes several forwards. Its block can be saved when these tokens are computed.
+            # A long prompt takes several forwards. This one computes the last of these ids.
             if request.num_computed_tokens + scheduled >= len(ids):
                 del self.computing[ids]
-                if block := self.last_block(request, ids):  # 0 stands for one that is behind a sliding window
+                if block := self.last_block(request, ids):
                     self.copies.save.append((ids, block))
                     self.saved.add(ids)
         copies = self.copies
@@ -117,29 +120,29 @@ class PrefixCopies(KVConnectorBase_V1):
         return copies
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, None]:
-        prompt = tuple(request.prompt_token_ids)
-        self.waiting[prompt].discard(request.request_id)
-        self.found.pop(request.request_id, None)
+        own = shareable(request)
+        self.waiting[own].discard(request.request_id)
         # If it was cancelled, another request computes what this one didn't.
         self.computing = {ids: other for ids, other in self.computing.items() if other is not request}
-        self.forget_if_unneeded(prompt)
+        self.forget_if_unneeded(own)
         return False, None
 
     def last_block(self, request, ids: Ids) -> int:
-        """The block in which these tokens of a request's prompt end."""
-        blocks = self._kv_cache_manager.get_blocks(request.request_id).get_block_ids()[0]
+        """The block in which these tokens of a request's prompt end. 0 if it is behind a sliding window."""
+        blocks = self._kv_cache_manager.get_block_ids(request.request_id)[0]
         return blocks[(len(ids) - 1) // self.block_size]
 
-    def forget_if_unneeded(self, prompt: Ids) -> None:
-        """Drop a prompt's tail when no request waits for it, and everything when no request waits at all.
+    def forget_if_unneeded(self, own: Ids) -> None:
+        """Give up a copy when no request waits that could share it, and all copies when no request waits at all.
 
-        So no copy outlives a call of the engine, or the weights that computed it.
+        own: the shareable ids of a request that no longer waits. The worker frees what is given up in the next step.
+        So none is used after the call of the engine that made it, or with other weights.
         """
-        if self.waiting[prompt]:
+        if self.waiting[own]:
             return
-        del self.waiting[prompt]
+        del self.waiting[own]
         if self.waiting:
-            unneeded = {prompt[:-1]} - {self.beginning}
+            unneeded = {own} - {self.beginning}
         else:
             unneeded = self.saved | self.computing.keys()
             self.beginning = None
@@ -157,14 +160,14 @@ class PrefixCopies(KVConnectorBase_V1):
         if copies.restore:
             blocks = torch.tensor([block for _, block in copies.restore])
             for layer, cache in enumerate(self.caches):
-                saved = torch.stack([self.blocks[ids][layer] for ids, _ in copies.restore])
+                saved = torch.stack([self.contents[ids][layer] for ids, _ in copies.restore])
                 cache.index_copy_(0, blocks, saved)
         for ids in copies.drop:
-            del self.blocks[ids]
+            del self.contents[ids]
 
     def wait_for_save(self) -> None:
         for ids, block in self._get_connector_metadata().save:
-            self.blocks[ids] = [cache[block].clone() for cache in self.caches]
+            self.contents[ids] = [cache[block].clone() for cache in self.caches]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: start_load_kv has copied everything."""

@@ -50,7 +50,7 @@ def start(args: Args, name: str) -> None:
     own = vllm_engine.engine_settings
     vllm_engine.engine_settings = lambda config: own(config) | ROWS[name]
     if name == ENDS_COPIED:  # not what all prompts begin with
-        vllm_prefixes.PrefixCopies.shared = lambda self, prompt: [prompt[:-1]]
+        vllm_prefixes.PrefixCopies.shared = lambda self, ids: [ids]
     tokenizer, stops = load_tokenizer(args.model)
     prompts = data.load((args.dataset,), data.TrainSource(), "train", tokenizer, 512)
     engine = engines.start(

@@ -131,14 +131,18 @@ def test_engine_follows_adapters(models, kind, ranks, tp):
 def test_the_responses_to_a_prompt_compute_it_once(models):
     """Of prompts of 41, 49, 44 and 100 tokens, the six responses share all but the last token or, where the tail after
     whole blocks of 32 is shorter than 8, the last 4. The first 26 or 40 tokens, with which all prompts begin, are
-    computed once. So it is with prompts that are cut into several forwards, with responses that wait for others, and
-    with such that lose their blocks. Their log-probs are the trainer's, also after the cache's memory was returned.
+    computed once. So it is with prompts that are cut into several forwards, and with responses that wait for others
+    or for blocks. Their log-probs are the trainer's, also if requests lose their blocks, and after the cache's memory
+    was returned.
     """
     result = launch(WORKERS / "prefixes.py", models["untied"])
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     once = 41 + 49 + 44 + 100 + 5 * (1 + 1 + 1 + 4)
     expected = {"0": once, "26": once - 3 * 26, "40": once - 3 * 40}
     assert len(rows) == 4 and all(row["prefill"] == expected for row in rows), rows
+    # The first prompt, then those that begin alike, then what waited for their tails. With whole blocks there already,
+    # nobody waits for a beginning that lies in them.
+    assert rows[0]["forwards"] == {"0": 2, "26": 3, "40": 3} and rows[0]["again"] == 2, rows[0]
     assert all(row["gap"] <= 1e-5 for row in rows), rows
     # vLLM has filled the cache with zeros, so all of its memory is in use before.
     assert rows[0]["cache"] > 1e8 and rows[0]["returned"] > 0.9 * rows[0]["cache"], rows

@@ -1,10 +1,12 @@
-"""Prints, for engines of several sizes, how many tokens 6 responses to each of 4 prompts took, as JSON: one line each.
+"""Prints, for engines of several sizes, how many tokens were computed until 6 responses to each of 4 prompts had their
+first token, and in how many forwards: one line of JSON each.
 
-There is a number for each length of what all prompts begin with. Each line also has the bytes of the KV cache, and how
-many bytes of memory sleep() returned.
-prefixes.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy is left over.
+There are such numbers for each length of what all prompts begin with. Each line also has the largest difference from
+the trainer's log-probs, the bytes of the KV cache, and how many bytes of memory sleep() returned.
+prefixes.py MODEL. Raises AssertionError if a copy is left over, a request waits for ever, or prompts share too little.
 """
 
+import contextlib
 import json
 import sys
 import uuid
@@ -23,28 +25,35 @@ BEGINNINGS = [0, 26, 40]  # tokens that all prompts begin with: none, a part of 
 own_settings = vllm_engine.engine_settings
 
 
-def computed_tokens(engine, prompts, **sampling):
-    """The responses, and the number of tokens that all forwards together computed for them."""
-    scheduler, tokens = engine.llm.llm_engine.engine_core.engine_core.scheduler, 0
-    schedule = scheduler.schedule
+@contextlib.contextmanager
+def counted(scheduler):
+    """Gives a list, to which each forward adds the number of tokens that it computes."""
+    forwards, schedule = [], scheduler.schedule
 
-    def counted(*args, **kwargs):
-        nonlocal tokens
+    def counting(*args, **kwargs):
         output = schedule(*args, **kwargs)
-        tokens += output.total_num_scheduled_tokens
+        if output.total_num_scheduled_tokens:
+            forwards.append(output.total_num_scheduled_tokens)
         return output
 
-    scheduler.schedule = counted
-    batch = engine.generate(prompts, **sampling)
+    scheduler.schedule = counting
+    yield forwards
     scheduler.schedule = schedule
+
+
+def sample(engine, prompts, **sampling):
+    """The responses, and the number of tokens of each forward that computed them."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    with counted(scheduler) as forwards:
+        batch = engine.generate(prompts, **sampling)
     check_nothing_is_left(scheduler)
-    return batch, tokens
+    return batch, forwards
 
 
 def check_nothing_is_left(scheduler) -> None:
     connector = scheduler.connector
-    assert not (connector.waiting or connector.computing or connector.saved or connector.found or connector.beginning)
-    assert not get_kv_transfer_group().blocks, "a copy is left over"
+    assert not (connector.waiting or connector.computing or connector.saved or connector.beginning)
+    assert not get_kv_transfer_group().contents, "a copy is left over"
 
 
 def prompts_with(beginning: int) -> list[list[int]]:
@@ -69,8 +78,65 @@ def cancel_the_first(llm, prompt: list[int]) -> None:
     finish(llm)
 
 
+def cancel_some(llm, *prompts: list[int]) -> None:
+    """The first request computes for the others, which wait. Whichever are cancelled, no other one waits for ever.
+
+    A forward must have room for less than the first prompt, and for all of it in two.
+    """
+    scheduler = llm.engine_core.engine_core.scheduler
+    # Half of the first prompt is computed. The same, and it has lost its blocks. All of it is, and the copy is saved.
+    for forwards, loses_blocks in ((1, False), (1, True), (2, False)):
+        # One that waits, all that wait, the first one and one that waits, all.
+        for cancelled in (slice(1, 2), slice(1, None), slice(0, 2), slice(0, None)):
+            names = add(llm, *prompts)
+            scheduler.reset_prefix_cache()
+            for _ in range(forwards):
+                llm.step()
+            assert scheduler.connector.saved if forwards == 2 else scheduler.connector.computing
+            if loses_blocks:
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            llm.abort_request(names[cancelled], internal=True)
+            llm.step()  # also if none is left: the worker frees copies in the next step
+            finish(llm)
+
+
+def share_what_can_be_shared(llm, same: list[list[int]]) -> None:
+    """How few tokens are computed, for prompts that share more or less. same: two prompts with the same beginning."""
+    scheduler = llm.engine_core.engine_core.scheduler
+    start = list(range(3, 29))
+
+    def tokens(*prompts: list[int]) -> int:
+        scheduler.reset_prefix_cache()
+        with counted(scheduler) as forwards:
+            add(llm, *prompts, max_tokens=1)
+            finish(llm)
+        return sum(forwards)
+
+    first, second = same
+    assert tokens(first, second) == len(first) + len(second) - 26
+    # All but the last token is the same, also while prompts that begin otherwise wait.
+    other = [40] * 20
+    assert tokens(other, [*start, 1], [*start, 1], [*start, 2], [*start, 2]) == 20 + 27 + 3
+    # The beginning of an earlier call is forgotten: now more is the same.
+    longer = [*start, 30, 31]
+    assert tokens([*longer, 1, 2], [*longer, 3, 4]) == 30 + 2
+
+
+def keep_a_beginning(llm) -> None:
+    """A prompt that comes late and begins otherwise changes nothing for those that wait."""
+    scheduler = llm.engine_core.engine_core.scheduler
+    start = list(range(3, 29))
+    scheduler.reset_prefix_cache()
+    with counted(scheduler) as forwards:
+        add(llm, [*start, 1, 2], [*start, 3, 4], [*start, 5, 6], max_tokens=1)
+        llm.step()
+        add(llm, [40] * 20, max_tokens=1)
+        finish(llm)
+    assert sum(forwards) == 28 + 2 + 2 + 20, forwards
+
+
 def end_with_another_prompt(llm) -> None:
-    """Whatever begins the last prompt to be scheduled, no copy of the others' beginning may outlive the call."""
+    """However the last prompt to be scheduled begins, no copy of the others' beginning may outlive the call."""
     beginning = list(range(3, 29))
     # The beginning itself.
     add(llm, [*beginning, *range(10)], [*beginning, *range(20, 32)], beginning)
@@ -83,9 +149,9 @@ def end_with_another_prompt(llm) -> None:
     finish(llm)
 
 
-def add(llm, *prompts: list[int]) -> list[str]:
+def add(llm, *prompts: list[int], max_tokens: int = 4) -> list[str]:
     """Add a request for each prompt. Returns their names in the engine."""
-    sampling = SamplingParams(max_tokens=4, detokenize=False)
+    sampling = SamplingParams(max_tokens=max_tokens, detokenize=False)
     names = [str(uuid.uuid4()) for _ in prompts]
     return [llm.add_request(name, {"prompt_token_ids": ids}, sampling) for name, ids in zip(names, prompts)]
 
@@ -111,8 +177,11 @@ def main(model_path: str) -> None:
     ):
         vllm_engine.engine_settings = lambda config, limits=limits: own_settings(config) | limits
         engine = engines.start("vllm", model_path, [1], world, torch.float32, max_model_len=128, sequences=24)
-        sample = dict(n=6, temperature=1.0, max_tokens=1, seed=0)
-        prefill = {beginning: computed_tokens(engine, prompts, **sample)[1] for beginning, prompts in sets.items()}
+        one = dict(n=6, temperature=1.0, max_tokens=1, seed=0)
+        steps = {beginning: sample(engine, prompts, **one)[1] for beginning, prompts in sets.items()}
+        prefill = {beginning: sum(forwards) for beginning, forwards in steps.items()}
+        forwards = {beginning: len(forwards) for beginning, forwards in steps.items()}
+        again = len(sample(engine, sets[26], **one)[1])  # vLLM has whole blocks of these prompts now
         (cache,) = engine.llm.collective_rpc(cache_bytes)
         resident = psutil.Process().memory_info().rss
         engine.sleep()
@@ -120,15 +189,22 @@ def main(model_path: str) -> None:
         # The same prompts as before: their keys and values were in the cache that is gone.
         gaps = []
         for prompts in sets.values():
-            batch, _ = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=24, seed=1)
+            batch, _ = sample(engine, prompts, n=6, temperature=1.0, max_tokens=24, seed=1)
             micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
             trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
             gaps.append((trainer - batch.rollout_logprobs)[batch.response_mask].abs().max().item())
+        counts = {"prefill": prefill, "forwards": forwards, "again": again}
         memory = {"cache": cache, "returned": returned}
-        print(json.dumps({"limits": limits, "prefill": prefill, "gap": max(gaps), **memory}), flush=True)
+        print(json.dumps({"limits": limits, **counts, "gap": max(gaps), **memory}), flush=True)
+        llm = engine.llm.llm_engine
         if "max_num_batched_tokens" in limits:
-            cancel_the_first(engine.llm.llm_engine, sets[0][2])
-        end_with_another_prompt(engine.llm.llm_engine)
+            cancel_the_first(llm, sets[0][2])
+            cancel_some(llm, *[sets[0][2]] * 4)  # they wait for a tail
+            cancel_some(llm, *sets[40][1:], sets[40][0])  # they wait for what all begin with
+        else:
+            share_what_can_be_shared(llm, sets[26][:2])
+            keep_a_beginning(llm)
+        end_with_another_prompt(llm)
         engine.shutdown()
 
 

@@ -35,8 +35,8 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype, lora_rank: 
 
 
 def follow(world: placement.World, policy, engine) -> tuple[Rollout, list[batching.MicroBatch]]:
-    """Sample, compare and update, six times. Returns the last batch, which the weights before the last update sampled,
-    and its micro-batches.
+    """Sample, compare and update, six times. Returns the last batch, sampled before the last update, and its
+    micro-batches.
     """
     beginning = [5 + world.rank, 6, 7] * 4  # different ones on each rank, which TP must sort out
     prompts = [[*beginning, 8 + i, 9] for i in range(5)]
