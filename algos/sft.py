@@ -99,8 +99,10 @@ def main(args: Args) -> None:
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
     world = placement.init(args.seed, sharding=settings.compute)
-    # Random weights go into --output, which the last step overwrites.
-    start = settings.model if args.model else arithmetic.new_model(Path(args.output), args.seed, world)
+    start = settings.model
+    if not args.model:
+        # Random weights go beside --output, which keeps an older model until the new one is trained.
+        start = arithmetic.new_model(Path(f"{Path(args.output)}.start"), args.seed, world)
     policy = model.load(start, world, settings.dtype, settings.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

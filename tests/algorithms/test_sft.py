@@ -90,6 +90,22 @@ def test_a_run_does_not_go_on_with_other_solutions(models, world, tmp_path, monk
     assert refused.value.code == "data-changed"
 
 
+def test_an_older_model_stays_until_the_new_one_is_trained(world, tmp_path, monkeypatch):
+    """Random weights of a run that is interrupted would be taken for it."""
+
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(placement, "init", lambda *given, **named: world)
+    monkeypatch.setattr(sft.model, "load", interrupted)
+    older = tmp_path / "out/model.safetensors"
+    older.parent.mkdir()
+    older.write_text("trained")
+    with pytest.raises(KeyboardInterrupt):
+        sft.main(sft.Args(dataset=("arithmetic",), output=str(older.parent), run_dir=str(tmp_path / "run")))
+    assert [file.name for file in older.parent.iterdir()] == [older.name] and older.read_text() == "trained"
+
+
 def test_positions_of_the_model_are_a_limit(tmp_path, capsys):
     rows = [{"prompt": "1+1=", "solution": "2" * n} for n in (10, 300)]  # the embedded model has 256 positions
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
