@@ -64,7 +64,8 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
 
-# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+# The defaults without --model: two-digit addition, learned on a CPU in minutes. flags.EMBEDDED has five more, such as
+# --max-response-tokens 48 and --schedule linear.
 EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
 
 
@@ -189,7 +190,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
+        grading = sampler.grade_early(prompts)  # a callback: it starts slow graders before all have finished
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
@@ -210,7 +211,8 @@ def main(args: Args) -> None:
 
         # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
         # includes groups that could not be graded, because their scores are 0.
-        # If your advantage compares groups with each other, give it only graded rows: batch.response_mask.any(1).
+        # If your advantage compares groups with each other, leave ungraded rows out of what it compares them with. The
+        # others are batch.response_mask.any(1). Sum over all ranks, and keep the shape (N,).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -243,6 +245,7 @@ def main(args: Args) -> None:
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
                 denominator *= args.max_response_tokens  # K
 
+                # Masks are always micro.response_mask: a dummy has real rows, and only its own mask is False on them.
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
@@ -266,8 +269,9 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
-                    # over the ranks; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. They are also summed over the ranks: during the last
+                    # backward, or during each if whole gradients would take too much memory.
+                    # FSDP would average over the ranks, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -291,7 +295,7 @@ def main(args: Args) -> None:
                         )  # (n, T)
                         tracker.mean("loss/kl", kl.sum(), tokens)
 
-                # FSDP's parameters are DTensors, and so is their norm.
+                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

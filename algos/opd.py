@@ -70,7 +70,8 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
 
-# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+# The defaults without --model: two-digit addition, learned on a CPU in minutes. flags.EMBEDDED has five more, such as
+# --max-response-tokens 48 and --schedule linear.
 EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 3e-4, "teacher": str(arithmetic.TEACHER)}
 
 
@@ -189,7 +190,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
+        grading = sampler.grade_early(prompts)  # a callback: it starts slow graders before all have finished
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
@@ -291,8 +292,9 @@ def main(args: Args) -> None:
                             clip_low=args.clip_low,
                             clip_high=args.clip_high,
                         )
-                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
-                    # over the ranks; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. They are also summed over the ranks: during the last
+                    # backward, or during each if whole gradients would take too much memory.
+                    # FSDP would average over the ranks, but model.load turns that off.
                     loss.backward()
 
                     # train/entropy and train/clip_frac are means over the tokens that had a forward.
@@ -301,7 +303,7 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                # FSDP's parameters are DTensors, and so is their norm.
+                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -86,7 +86,8 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
 
-# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+# The defaults without --model: two-digit addition, learned on a CPU in minutes. flags.EMBEDDED has five more, such as
+# --max-response-tokens 48 and --schedule linear.
 EMBEDDED = flags.EMBEDDED | {
     "steps": 48,
     "prompts_per_step": 16,
@@ -418,6 +419,7 @@ def main(args: Args) -> None:
                 # One number for all micro-batches of the mini-batch: its response tokens on all ranks.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
+                # Masks are always micro.response_mask: a dummy has real rows, and only its own mask is False on them.
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
@@ -439,8 +441,9 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
-                    # over the ranks; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. They are also summed over the ranks: during the last
+                    # backward, or during each if whole gradients would take too much memory.
+                    # FSDP would average over the ranks, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -457,7 +460,7 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                # FSDP's parameters are DTensors, and so is their norm.
+                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

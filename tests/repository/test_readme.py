@@ -1,5 +1,6 @@
 """Every command in the README and in the docstrings of algos/ and scripts/ parses; every linked file exists."""
 
+import ast
 import json
 import re
 import shlex
@@ -62,15 +63,25 @@ def test_links_exist():
 
 
 def test_the_first_page_tells_how_long_the_code_is():
-    """The lines of a file of algos/, and of all of common/ to a thousand."""
+    """The lines of a file of algos/, and to a thousand those of all of common/ and of what grpo.py imports from it."""
 
     def lines(path) -> int:
         return path.read_text().count("\n")
 
+    def thousands(paths) -> str:
+        return f"{round(sum(map(lines, paths)) / 1000)},000 lines"
+
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / "algos/grpo.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("common"):
+            place = ROOT / node.module.replace(".", "/")
+            is_package = place.is_dir()
+            imported |= {place / f"{name.name}.py" if is_package else place.with_suffix(".py") for name in node.names}
     sizes = sorted(map(lines, ROOT.glob("algos/[!_]*.py")))
-    thousands = round(sum(map(lines, (ROOT / "common").rglob("*.py"))) / 1000)
     first_page = (ROOT / "README.md").read_text()
-    assert f" {sizes[0]} to {sizes[-1]} lines" in first_page and f" {thousands},000 lines" in first_page
+    assert f" {sizes[0]} to {sizes[-1]} lines" in first_page
+    assert f"`common/`, about {thousands((ROOT / 'common').rglob('*.py'))}. `grpo.py` calls" in first_page
+    assert len(imported) == 12 and f"twelve modules of it, about {thousands(imported)}" in first_page
 
 
 def test_a_file_names_the_result_of_its_baseline():
