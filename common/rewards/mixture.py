@@ -21,7 +21,8 @@ import re
 import time
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, ThreadPool
-from typing import NoReturn
+
+import torch.distributed as dist
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
@@ -316,19 +317,17 @@ class Rewards:
         if not total:
             return results
         when = "evaluation" if step is None else f"step {step}"
-        reason = ""
-        if missing:
-            why = results[(failed or missing)[0]].info["ungraded"]
-            if isinstance(why, dict):
-                why = why.get("error", why)
-            reason = f": {why}"
+        # If anything has failed, on whatever rank, say why it did.
+        own = failed if failures else missing
+        reason = reason_of_ranks(results[own[0]].info["ungraded"] if own else None, world)
         message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
         if step is not None and total == count and not failures:
-            fail_together(f"{message}; at least one reward must apply to some of them", bool(missing), world)
+            suffix = "at least one reward must apply to some of them"
+            raise RunFailed(f"{message}; {suffix}", code="reward-failed")
         is_setup = step is not None and step - self.first_step < SETUP_STEPS
         if step is not None and failures and (is_setup or failures > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
-            fail_together(f"{message}; allowed are {allowed}", bool(failed), world)
+            raise RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
         say(message)
         # A group has a baseline only as a whole, so its other responses leave, too.
         for group in {row // group_size for row in missing}:
@@ -341,11 +340,14 @@ class Rewards:
         return results
 
 
-def fail_together(message: str, knows_why: bool, world: World) -> NoReturn:
-    """Raise RunFailed on all ranks, with the message of a rank that knows why. Collective: every rank calls it."""
-    failure = RunFailed(message, code="reward-failed")
-    raise_together(failure if knows_why else None, world.group)
-    raise failure
+def reason_of_ranks(why, world: World) -> str:
+    """ ": WHY", of the first rank that has a reason; None has none. Collective: every rank calls it."""
+    reasons: list = [None] * world.size
+    dist.all_gather_object(reasons, why, group=world.group)
+    for reason in reasons:
+        if reason is not None:
+            return f": {reason.get('error', reason) if isinstance(reason, dict) else reason}"
+    return ""
 
 
 def no_answer(prompt) -> str:

@@ -97,7 +97,7 @@ SECTIONS = {  # heading -> its panels
         Panel(
             "Sampled tokens", "throughput/tokens_per_s", "tokens a second", "Over the whole step, training included."
         ),
-        Panel("Waiting for environments", "time/environment", "seconds", "Of an episode, on average."),
+        Panel("Waiting for environments", "(time|overlapped)/environment", "seconds", "Of an episode, on average."),
     ),
 }
 

@@ -320,7 +320,7 @@ def test_new_weights_wait_for_the_next_step(world, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_agree(tmp_path):
-    """Weights, dropped prompts and errors: what one rank sees, both do."""
+    """Weights, dropped prompts, errors, and why a response has no score: what one rank sees, both do."""
     result = launch(ROOT / "tests/workers/agree.py", tmp_path, ranks=2, engine=False)
     said = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[")))
     assert len(said) == 2 and said[0] == said[1]
@@ -329,6 +329,7 @@ def test_two_ranks_agree(tmp_path):
         "error": 'BadInput: reward "mine" returned 3 results for 4 items',
         "dropped": "RunFailed: step 9: 2 of 8 responses could not be graded",
     }
+    assert "evaluation: 2 of 8 responses could not be graded: {'why': 'x'}" in result.stdout
 
 
 def test_items_carry_ids_and_meta(world):

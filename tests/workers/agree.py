@@ -16,7 +16,7 @@ from common.rewards.weights_file import WeightsFile
 from common.rollout import rollout
 
 
-def attempt(reward: Rewards, world, step: int) -> str:
+def attempt(reward: Rewards, world, step: int | None) -> str:
     prompts = [Prompt("p", "p", [3], "1")] * 2
     rows = rollout.collate([[3]] * 4, [[4]] * 4, [[0.0]] * 4, [False] * 4, 0, "cpu")
     try:
@@ -49,6 +49,7 @@ def main(folder: Path) -> None:
     dropping.first_step = 1
     said = {"weights": weights, "error": attempt(wrong_count, world, 9), "dropped": attempt(dropping, world, 9)}
     said["dropped"] = said["dropped"].split(";")[0]
+    attempt(dropping, world, None)  # An evaluation goes on. Rank 0 prints why the other one has no scores.
     everyone = [None] * world.size
     dist.all_gather_object(everyone, said)
     if world.is_main:
