@@ -88,7 +88,7 @@ class Trial:
     def fill_bins(
         self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, unit_size: int
     ) -> list[batching.Bin]:
-        """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the cut run, a few."""
+        """The rows of each micro-batch, in place of what batching chooses: all in one or, in the cut run, a few."""
         left = rows.view(-1, unit_size).tolist()
         sizes = itertools.repeat(len(left))
         if self.kind == "cut":
@@ -98,7 +98,8 @@ class Trial:
             size = next(sizes)
             bins.append(batching.Bin(left[:size]))
             left = left[size:]
-        self.micro_batches = max(self.micro_batches, len(bins))
+        if self.trained:  # Before, a model that is loaded packs some rows of its own (packing_check).
+            self.micro_batches = max(self.micro_batches, len(bins))
         return bins
 
     def how(self) -> str:
@@ -265,6 +266,7 @@ def run(algorithm: ModuleType, args: Flags, trial: Trial, world: World) -> None:
         redirect_stdout(io.StringIO()),
         mock.patch.object(placement, "init", join),
         mock.patch.object(batching, "fill_bins", trial.fill_bins),
+        mock.patch.object(batching, "fill_padded_bins", trial.fill_bins),  # of a model that is not packed
         mock.patch.object(job, "Run", partial(TrialRun, trial)),
         mock.patch.object(reward_mixture.Rewards, "score", score),
         other_where_masked(trial.masked_models) if trial.kind == "masked" else nullcontext(),

@@ -476,6 +476,12 @@ BUGS = {
         [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=len(micro.rows)"))],
         [DIFFERS],
     ),
+    "the same, with rows that are not packed": Bug(
+        "grpo",
+        [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=len(micro.rows)"))],
+        [DIFFERS],
+        {"compute": batching.Compute(packing="off")},
+    ),
     "divided by the tokens of the micro-batch": Bug(
         "rloo",
         [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=micro.response_mask.sum()"))],
