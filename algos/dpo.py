@@ -109,12 +109,20 @@ def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Roll
     )
 
 
-def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, compute, world) -> dict[tuple, list]:
-    """Key of each prompt -> sums of its two responses' log-probs, by the policy as it is. Collective: every rank."""
+def reference_logprobs(
+    policy, prompts: list, needed: set[tuple], pairs: Pairs, batch_size: int, compute, world
+) -> dict[tuple, list]:
+    """Key of each prompt -> sums of its two responses' log-probs, by the policy as it is. Collective: every rank.
+
+    Batches without a key in `needed` are left out. The others are the same whatever is needed, because other
+    neighbours in a batch would change the rounding.
+    """
     sums_of_this_rank = {}
     for first in range(0, len(prompts), batch_size):
         # The last batch starts over with the first prompts, so that all ranks get equally many.
         taken = [prompts[i % len(prompts)] for i in range(first, first + batch_size)]
+        if not any(prompt.key in needed for prompt in taken):
+            continue
         mine = taken[world.rank :: world.size]
         batch = collate(mine, pairs, world)
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, unit_size=2)
@@ -152,17 +160,17 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    # A second loader lists the pairs that the remaining steps will draw: only these need a reference. A resumed run
-    # begins where its checkpoint says.
-    upcoming = PromptLoader(prompts, args.seed)
-    steps_done = 0
+    # A second loader lists the pairs that the whole run draws. A resumed run begins where its checkpoint says, and only
+    # the pairs of its remaining steps need a reference.
+    position = steps_done = 0
     if settings.resume:
         saved = folders.state(settings.resume)
-        upcoming.position, steps_done = saved.position, saved.step
-    taken = upcoming.take((args.steps - steps_done) * args.batch_size)
-    taken = list({prompt.key: prompt for prompt in taken}.values())  # each once, though there may be several epochs
+        position, steps_done = saved.position, saved.step
+    drawn = PromptLoader(prompts, args.seed).take(position + (args.steps - steps_done) * args.batch_size)
+    needed = {prompt.key for prompt in drawn[position:]}
+    drawn = list({prompt.key: prompt for prompt in drawn}.values())  # each once, though there may be several epochs
     # The reference is the policy before offline.Run, below, loads a checkpoint into it.
-    reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)
+    reference = reference_logprobs(policy, drawn, needed, pairs, args.batch_size, settings.compute, world)
     # also: a resumed run must find the same responses, not only the same prompts
     loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.key] for prompt in prompts])
     run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)

@@ -11,10 +11,13 @@ from helpers import load as load_script
 
 from algos import dpo
 from algos.dpo import dpo_loss, implicit_rewards
+from common import placement
 from common.data import arithmetic, pairs
 from common.data.prompts import Prompt, Source
+from common.preflight import flags
 from common.rewards import grade_gsm8k
 from common.rollout.rollout import collate
+from common.run import report
 from common.run.evaluation import Response
 from common.trainer.batching import Compute, fill_bins
 
@@ -199,6 +202,36 @@ def test_two_ranks_and_small_micro_batches_are_the_same_run(tmp_path, script):
         assert row.keys() == other.keys()
         for key in row.keys() - {"time/step", "step"}:
             assert other[key] == pytest.approx(row[key], rel=1e-3, abs=1e-5), (row["step"], key)
+
+
+def test_a_resumed_run_computes_the_references_that_it_needs_in_the_same_batches(world, tmp_path, monkeypatch):
+    """With other pairs in a batch they would be rounded differently. Five pairs are drawn eight times."""
+    monkeypatch.setattr(placement, "init", lambda *given, **named: world)
+    monkeypatch.setattr(placement, "finish", lambda *given: None)
+    monkeypatch.setattr(report, "write", lambda run_dir: run_dir)
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(arithmetic.PAIRS.read_text().splitlines(keepends=True)[:5]))
+    batches: list[list[tuple]] = []  # of each run: the keys of each batch
+
+    def collated(prompts, *others):
+        batches[-1].append(tuple(prompt.key for prompt in prompts))
+        return collate_pairs(prompts, *others)
+
+    def train(name: str, steps: int) -> None:
+        batches.append([])
+        given = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / name)}
+        given |= {"dataset": (str(data),), "steps": steps, "batch_size": 2, "saving": flags.Saving(resume="auto")}
+        dpo.main(dpo.Args(**{**dpo.EMBEDDED, **given}))
+
+    collate_pairs = dpo.collate
+    monkeypatch.setattr(dpo, "collate", collated)
+    train("whole", 4)
+    train("parts", 2)
+    train("parts", 4)
+    whole, _, resumed = batches
+    assert len(whole) == 3 + 4 and len(resumed) == 2 + 2
+    assert resumed[-2:] == whole[-2:], "what is trained on"
+    assert set(resumed[:2]) < set(whole[:3]), "the references"
 
 
 @pytest.mark.slow
