@@ -341,13 +341,14 @@ class Rewards:
 
 
 def reason_of_ranks(why, world: World) -> str:
-    """ ": WHY", of the first rank that has a reason; None has none. Collective: every rank calls it."""
-    reasons: list = [None] * world.size
-    dist.all_gather_object(reasons, why, group=world.group)
-    for reason in reasons:
-        if reason is not None:
-            return f": {reason.get('error', reason) if isinstance(reason, dict) else reason}"
-    return ""
+    """A colon and the first reason that a rank has, or "" if none has. Collective: every rank calls it.
+
+    why: this rank's reason, a text or a reward's own `info`. None: it has none.
+    """
+    own = None if why is None else f": {why.get('error', why) if isinstance(why, dict) else why}"
+    reasons: list[str | None] = [None] * world.size
+    dist.all_gather_object(reasons, own, group=world.group)
+    return next((reason for reason in reasons if reason is not None), "")
 
 
 def no_answer(prompt) -> str:

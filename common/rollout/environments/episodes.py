@@ -21,7 +21,7 @@ from common.errors import BadInput, RunFailed, warn
 from common.placement import World
 from common.processes.pool import Failure
 from common.rewards.grading import Result
-from common.rewards.mixture import Rewards
+from common.rewards.mixture import Rewards, reason_of_ranks
 from common.rollout.environments import check
 from common.rollout.environments.tools import format_of
 from common.rollout.environments.workers import EnvironmentPool
@@ -124,11 +124,13 @@ class Environments:
         failed = world.sum(kinds.total())
         count = world.sum(len(episodes))
         if failed > MAX_FAILED_SHARE * count:
-            message = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
+            why = None
             if kinds:
                 ((kind, _),) = kinds.most_common(1)
-                message += f", on this rank {dict(kinds)}; the first of the kind {kind!r}: {self.first_failures[kind]}"
-            raise RunFailed(message, code="environment-failed")
+                first = f"the first of the kind {kind!r}: {self.first_failures[kind]}"
+                why = f"{dict(kinds)} on rank {world.rank}; {first}"
+            where = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
+            raise RunFailed(f"{where}{reason_of_ranks(why, world)}", code="environment-failed")
         return [turns.result for turns in episodes]
 
     def log(self, episodes: list[Turns], metrics) -> None:
