@@ -13,6 +13,7 @@ Result: embedded model, seed 0: 53.5 % greedy accuracy on 256 held-out problems 
 """
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -144,6 +145,8 @@ def main(args: Args) -> None:
             checkpoint.export(policy, tokenizer, Path(args.output), settings.dtype, world)
         run.end_step(step)
     run.close()
+    if not args.model and world.is_main:
+        shutil.rmtree(start)  # the random weights
 
 
 if __name__ == "__main__":

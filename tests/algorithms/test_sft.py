@@ -106,6 +106,16 @@ def test_an_older_model_stays_until_the_new_one_is_trained(world, tmp_path, monk
     assert [file.name for file in older.parent.iterdir()] == [older.name] and older.read_text() == "trained"
 
 
+def test_random_weights_are_removed_in_the_end(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "init", lambda *given, **named: world)
+    monkeypatch.setattr(placement, "finish", lambda *given: None)
+    monkeypatch.setattr(report, "write", lambda run_dir: run_dir)
+    folders = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / "run")}
+    sft.main(sft.Args(dataset=("arithmetic",), steps=1, batch_size=4, **folders))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["out", "run"]
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
 def test_positions_of_the_model_are_a_limit(tmp_path, capsys):
     rows = [{"prompt": "1+1=", "solution": "2" * n} for n in (10, 300)]  # the embedded model has 256 positions
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
