@@ -105,6 +105,9 @@ def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path)
     """Seeds are paired: the arm's are in another order. A row without a control has no difference to show."""
     shares = {0: 0.5, 1: 0.6, 2: 0.7, 3: 0.8, 4: 0.9}
     finished(tmp_path, "no-std", {seed: share + 0.05 for seed, share in reversed(shares.items())}, above=(0.03, 0.02))
+    assert "[std]" not in claims.measures_table(tmp_path), "the control has no runs"
+    finished(tmp_path, "grpo", {seed: share for seed, share in shares.items() if seed})
+    assert "[std]" not in claims.measures_table(tmp_path), "the control lacks a seed"
     finished(tmp_path, "grpo", shares)
     finished(tmp_path, "random-reward", shares, accuracy=[0.5, 0.1])
     found = claims.measures_table(tmp_path).split("\n\n")[0].splitlines()[2:]
