@@ -284,7 +284,7 @@ def main(args: Args) -> None:
                 # a gradient, which are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
-                # Masks are always micro.response_mask: a dummy has real rows, and only its own mask is False on them.
+                # In this loop the mask is micro.response_mask: a dummy has real rows, and only its mask is False there.
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)

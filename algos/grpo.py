@@ -17,11 +17,12 @@ in row i. A token has up to four log-probs:
     logprobs          from the trainer, with the weights that are being updated
     ref_logprobs      from the reference, the model as it was when the run began; only with --kl-coef
 The ratio compares `logprobs` with `old_logprobs`. Normally the engine sampled with the weights behind `old_logprobs`,
-so the gap between `rollout_logprobs` and `old_logprobs` is rounding error (larger in bfloat16). Every step reports it.
-With --max-inflight-batches K, later batches are sampled while this one trains, so a token's rollout_logprobs come from
-weights that are up to K - 1 steps older. The ratio does not correct that. Truncated importance sampling (TIS) does,
-with the weights w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap). Together they are decoupled PPO
-(arXiv:2505.24298): the clip bounds the step away from `old`, and w_it corrects for the policy that sampled.
+so the gap between `rollout_logprobs` and `old_logprobs` is rounding error (larger in bfloat16). A step with a gradient
+reports it. With --max-inflight-batches K, later batches are sampled while this one trains, so a token's
+rollout_logprobs come from weights that are up to K - 1 steps older. The ratio does not correct that. Truncated
+importance sampling (TIS) does, with the weights w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap). Together
+they are decoupled PPO (arXiv:2505.24298): the clip bounds the step away from `old`, and w_it corrects for the policy
+that sampled.
 
 If the grader crashes or times out on a response, that response leaves the step together with its group: their scores
 become 0 and `response_mask` is False on all their tokens. A wrong or unreadable answer is not a failure: it gets its
@@ -202,7 +203,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        grading = sampler.grade_early(prompts)  # a callback: it starts slow graders before all have finished
+        grading = sampler.grade_early(prompts)  # a callback: slow graders start while other responses are sampled
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
@@ -223,8 +224,8 @@ def main(args: Args) -> None:
 
         # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
         # includes groups that could not be graded, because their scores are 0.
-        # If your advantage compares groups with each other, leave ungraded rows out of what it compares them with. The
-        # others are batch.response_mask.any(1). Sum over all ranks, and keep the shape (N,).
+        # If your advantage compares groups with each other, compare with graded rows alone, those of all ranks. On this
+        # rank they are batch.response_mask.any(1). The advantages still have the shape (N,).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -256,7 +257,7 @@ def main(args: Args) -> None:
                 # a gradient, which are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
 
-                # Masks are always micro.response_mask: a dummy has real rows, and only its own mask is False on them.
+                # In this loop the mask is micro.response_mask: a dummy has real rows, and only its mask is False there.
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)

@@ -192,7 +192,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        grading = sampler.grade_early(prompts)  # a callback: it starts slow graders before all have finished
+        grading = sampler.grade_early(prompts)  # a callback: slow graders start while other responses are sampled
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
@@ -213,8 +213,8 @@ def main(args: Args) -> None:
 
         # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
         # includes groups that could not be graded, because their scores are 0.
-        # If your advantage compares groups with each other, leave ungraded rows out of what it compares them with. The
-        # others are batch.response_mask.any(1). Sum over all ranks, and keep the shape (N,).
+        # If your advantage compares groups with each other, compare with graded rows alone, those of all ranks. On this
+        # rank they are batch.response_mask.any(1). The advantages still have the shape (N,).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -247,7 +247,7 @@ def main(args: Args) -> None:
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
                 denominator *= args.max_response_tokens  # K
 
-                # Masks are always micro.response_mask: a dummy has real rows, and only its own mask is False on them.
+                # In this loop the mask is micro.response_mask: a dummy has real rows, and only its mask is False there.
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)

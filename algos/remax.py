@@ -194,7 +194,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        grading = sampler.grade_early(prompts)  # a callback: it starts slow graders before all have finished
+        grading = sampler.grade_early(prompts)  # a callback: slow graders start while other responses are sampled
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
@@ -277,7 +277,7 @@ def main(args: Args) -> None:
                 # a gradient, which are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
-                # Masks are always micro.response_mask: a dummy has real rows, and only its own mask is False on them.
+                # In this loop the mask is micro.response_mask: a dummy has real rows, and only its mask is False there.
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)

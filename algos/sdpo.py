@@ -305,7 +305,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        grading = sampler.grade_early(prompts)  # a callback: it starts slow graders before all have finished
+        grading = sampler.grade_early(prompts)  # a callback: slow graders start while other responses are sampled
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],

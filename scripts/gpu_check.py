@@ -1,4 +1,4 @@
-"""Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes at most in all.
+"""Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes in all, or 16.
 
     python scripts/gpu_check.py                      every check that this machine can run, a table, and a page of it
     python scripts/gpu_check.py --list               the checks, their bounds and what they need
@@ -8,7 +8,7 @@ The checks engine, kernels and training run files of tests/ with pytest: real ca
 at the machine, run scripts/selftest.py in several layouts, and measure the update. Checks that this machine cannot run
 are listed with the reason: those with vLLM where it is not installed, those of several ranks with one GPU, and without
 a GPU all but a few, which then run small on the CPU. The most important ones come first. Ends with exit code 1 and a
-line that names what failed, and another for what the ten minutes did not reach.
+line that names what failed, and another for what was not reached in time (ten minutes, or sixteen with two GPUs).
 --output FOLDER has gpu_check.json and README.md, to be committed in baselines/gpu.
 """
 

@@ -1,7 +1,7 @@
 """Enter a record: run a file for each seed of the speedrun, and write speedrun/records/NAME.
 
     python speedrun/run.py --try algos/mine.py --steps 2 --warmup-steps 1       a trial in minutes; it writes nothing
-    python speedrun/run.py 0003-mine algos/mine.py --steps 160 --learning-rate 2e-5
+    python speedrun/run.py 0042-mine algos/mine.py --steps 160 --learning-rate 2e-5
 
 The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
 seed. Until all seeds are done it is called NAME.unfinished, and the same command goes on with what is missing. A run
@@ -187,7 +187,7 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
             errors.say("A trial, not a record: evaluated on training problems that it left out. Nothing was written.")
             return
         if name.startswith("-") or Path(name).name != name:
-            raise Refused(f"{name}: the first word is the name of a folder in speedrun/records, such as 0003-mine")
+            raise Refused(f"{name}: the first word is the name of a folder in speedrun/records, such as 0042-mine")
         if folder.exists():
             raise Refused(f"{folder} exists; take another name")
         check_committed(machine(job))

@@ -14,8 +14,8 @@ this one forward, and start with the copy in a block of their own:
 - The beginning of all prompts that wait at the same time: a chat template, a system prompt. Each prompt computes what
   follows. Before that, the places behind the beginning hold another prompt's keys, and no query reads them.
 
-A prompt that is cut into several forwards takes all tokens of each, so vLLM asks nobody else before its last one. That
-is why no two requests can wait for each other.
+A prompt that is cut into several forwards takes all that running requests leave of each, so vLLM asks no waiting
+request before its last one. That is why no two requests can wait for each other.
 
 vLLM makes one connector for its scheduler and one for its worker. The scheduler's sends the worker's `BlockCopies` in
 each step. Both run in one process and one thread, and a step has run before the next is scheduled. So the scheduler
@@ -58,7 +58,7 @@ class PrefixCopies(KVConnectorBase_V1):
         self.block_size = vllm_config.cache_config.block_size
         # The scheduler's side.
         self.waiting: dict[Ids, set[str]] = defaultdict(set)  # shareable ids -> requests never scheduled so far
-        # What all prompts begin with that came since nobody waited, fixed when the first of them is scheduled.
+        # What all prompts of a call begin with. Fixed when the first one is scheduled, forgotten when none waits.
         self.beginning: Ids | None = None  # None: not fixed yet. (): they have nothing in common
         self.common: Ids = ()  # the same, narrowed by each prompt that comes
         self.found: Ids = ()  # the copy that the request at hand may start with
@@ -77,7 +77,7 @@ class PrefixCopies(KVConnectorBase_V1):
         self.waiting[ids].add(request.request_id)
 
     def shared(self, ids: Ids) -> list[Ids]:
-        """What a request with these shareable ids may share, the longest first: all of them, or what all begin with."""
+        """What a request may share, the longest first: all its shareable ids, and what all prompts begin with."""
         beginning = self.beginning or ()
         return [ids, beginning] if ids[: len(beginning)] == beginning else [ids]
 

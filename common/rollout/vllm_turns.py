@@ -42,7 +42,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
             requests[name.partition("-")[0]] = row
         idle = not requests
         outputs = [] if idle else engine.llm.llm_engine.step()
-        # Before ask() below: take() waits for the replies that were asked for after the forward before.
+        # take() comes before ask() below: it waits only for replies that were asked for in an earlier round.
         arrived, _ = gather(replies.take(idle), world)
         for output in outputs:
             if output.finished:

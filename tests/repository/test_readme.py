@@ -80,7 +80,7 @@ def test_the_first_page_tells_how_long_the_code_is():
     sizes = sorted(map(lines, ROOT.glob("algos/[!_]*.py")))
     first_page = (ROOT / "README.md").read_text()
     assert f" {sizes[0]} to {sizes[-1]} lines" in first_page
-    assert f"`common/`, about {thousands((ROOT / 'common').rglob('*.py'))}. `grpo.py` calls" in first_page
+    assert f"`common/`, about {thousands((ROOT / 'common').rglob('*.py'))}. `grpo.py` imports" in first_page
     assert len(imported) == 12 and f"twelve modules of it, about {thousands(imported)}" in first_page
 
 

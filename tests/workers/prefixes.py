@@ -81,7 +81,7 @@ def cancel_the_first(llm, prompt: list[int]) -> None:
 def cancel_some(llm, *prompts: list[int]) -> None:
     """The first request computes for the others, which wait. Whichever are cancelled, no other one waits for ever.
 
-    A forward must have room for less than the first prompt, and for all of it in two.
+    The first prompt must take exactly two forwards.
     """
     scheduler = llm.engine_core.engine_core.scheduler
     # Half of the first prompt is computed. The same, and it has lost its blocks. All of it is, and the copy is saved.
