@@ -112,13 +112,18 @@ def refuse_all(errors: list[tuple[str, str]], code: str = "bad-input") -> None:
 
 def raise_together(error: OneLine | None, group=None) -> None:
     """If any rank has an error, raise the first rank's on all ranks. Collective: every rank of `group` calls it."""
+    first = first_of_ranks(error, group)
+    if first is not None:
+        raise first
+
+
+def first_of_ranks(own: Any, group=None) -> Any:
+    """What the first rank has that has something; None has nothing. Collective: every rank of `group` calls it."""
     import torch.distributed as dist
 
-    errors: list[OneLine | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=group)
-    for first in errors:
-        if first is not None:
-            raise first
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own, group=group)
+    return next((each for each in everyone if each is not None), None)
 
 
 def say(line: str, file=None) -> None:

@@ -22,9 +22,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, ThreadPool
 
-import torch.distributed as dist
-
-from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
+from common.errors import BadInput, RunFailed, first_of_ranks, raise_together, refuse_all, say
 from common.placement import World
 from common.rewards.grading import BETTER_GRADERS, NOT_APPLIED, Item, Result, Reward, as_list, parse_gold
 from common.rewards.text import normalize_dapo
@@ -319,11 +317,11 @@ class Rewards:
         when = "evaluation" if step is None else f"step {step}"
         # If anything has failed, on whatever rank, say why it did.
         own = failed if failures else missing
-        reason = reason_of_ranks(results[own[0]].info["ungraded"] if own else None, world)
-        message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
+        reason = reason_of(results[own[0]]) if own else None
+        reason = first_of_ranks(reason, world.group)
+        message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded: {reason}"
         if step is not None and total == count and not failures:
-            suffix = "at least one reward must apply to some of them"
-            raise RunFailed(f"{message}; {suffix}", code="reward-failed")
+            raise RunFailed(f"{message}; at least one reward must apply to some of them", code="reward-failed")
         is_setup = step is not None and step - self.first_step < SETUP_STEPS
         if step is not None and failures and (is_setup or failures > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
@@ -340,15 +338,10 @@ class Rewards:
         return results
 
 
-def reason_of_ranks(why, world: World) -> str:
-    """A colon and the first reason that a rank has, or "" if none has. Collective: every rank calls it.
-
-    why: this rank's reason, a text or a reward's own `info`. None: it has none.
-    """
-    own = None if why is None else f": {why.get('error', why) if isinstance(why, dict) else why}"
-    reasons: list[str | None] = [None] * world.size
-    dist.all_gather_object(reasons, own, group=world.group)
-    return next((reason for reason in reasons if reason is not None), "")
+def reason_of(result: Result) -> str:
+    """Why a response has no score: a text, or a reward's own info, of which "error" says most."""
+    why = result.info["ungraded"]
+    return str(why.get("error", why) if isinstance(why, dict) else why)
 
 
 def no_answer(prompt) -> str:

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.prompts import Prompt, Source
 from common.data.suffix import Suffix
-from common.errors import BadInput, RunFailed, warn
+from common.errors import BadInput, RunFailed, first_of_ranks, warn
 from common.placement import World
 from common.processes.pool import Failure
 from common.rewards.grading import Result
-from common.rewards.mixture import Rewards, reason_of_ranks
+from common.rewards.mixture import Rewards
 from common.rollout.environments import check
 from common.rollout.environments.tools import format_of
 from common.rollout.environments.workers import EnvironmentPool
@@ -129,8 +129,9 @@ class Environments:
                 ((kind, _),) = kinds.most_common(1)
                 first = f"the first of the kind {kind!r}: {self.first_failures[kind]}"
                 why = f"{dict(kinds)} on rank {world.rank}; {first}"
-            where = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
-            raise RunFailed(f"{where}{reason_of_ranks(why, world)}", code="environment-failed")
+            why = first_of_ranks(why, world.group)
+            message = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes: {why}'
+            raise RunFailed(message, code="environment-failed")
         return [turns.result for turns in episodes]
 
     def log(self, episodes: list[Turns], metrics) -> None:
