@@ -1,4 +1,4 @@
-"""Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes in all, or 16.
+"""Does a GPU do here what this repository relies on? Each check is a process with a limit.
 
     python scripts/gpu_check.py                      every check that this machine can run, a table, and a page of it
     python scripts/gpu_check.py --list               the checks, their bounds and what they need

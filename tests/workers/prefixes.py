@@ -21,6 +21,7 @@ from common.rollout import engines, vllm_engine
 from common.trainer import batching, model
 
 LENGTHS = [41, 49, 44, 100]  # tails of 8, 16, 11 and 3 tokens before each prompt's last one
+START = list(range(3, 29))  # what some prompts begin with: 26 tokens, a part of a block
 BEGINNINGS = [0, 26, 40]  # tokens that all prompts begin with: none, a part of a block, a block and a part
 own_settings = vllm_engine.engine_settings
 
@@ -103,7 +104,6 @@ def cancel_some(llm, *prompts: list[int]) -> None:
 def share_what_can_be_shared(llm, same: list[list[int]]) -> None:
     """How few tokens are computed, for prompts that share more or less. same: two prompts with the same beginning."""
     scheduler = llm.engine_core.engine_core.scheduler
-    start = list(range(3, 29))
 
     def tokens(*prompts: list[int]) -> int:
         scheduler.reset_prefix_cache()
@@ -116,19 +116,18 @@ def share_what_can_be_shared(llm, same: list[list[int]]) -> None:
     assert tokens(first, second) == len(first) + len(second) - 26
     # All but the last token is the same, also while prompts that begin otherwise wait.
     other = [40] * 20
-    assert tokens(other, [*start, 1], [*start, 1], [*start, 2], [*start, 2]) == 20 + 27 + 3
+    assert tokens(other, [*START, 1], [*START, 1], [*START, 2], [*START, 2]) == 20 + 27 + 3
     # The beginning of an earlier call is forgotten: now more is the same.
-    longer = [*start, 30, 31]
+    longer = [*START, 30, 31]
     assert tokens([*longer, 1, 2], [*longer, 3, 4]) == 30 + 2
 
 
 def keep_a_beginning(llm) -> None:
     """A prompt that comes late and begins otherwise changes nothing for those that wait."""
     scheduler = llm.engine_core.engine_core.scheduler
-    start = list(range(3, 29))
     scheduler.reset_prefix_cache()
     with counted(scheduler) as forwards:
-        add(llm, [*start, 1, 2], [*start, 3, 4], [*start, 5, 6], max_tokens=1)
+        add(llm, [*START, 1, 2], [*START, 3, 4], [*START, 5, 6], max_tokens=1)
         llm.step()
         add(llm, [40] * 20, max_tokens=1)
         finish(llm)
@@ -137,13 +136,12 @@ def keep_a_beginning(llm) -> None:
 
 def end_with_another_prompt(llm) -> None:
     """However the last prompt to be scheduled begins, no copy of the others' beginning may outlive the call."""
-    beginning = list(range(3, 29))
     # The beginning itself.
-    add(llm, [*beginning, *range(10)], [*beginning, *range(20, 32)], beginning)
+    add(llm, [*START, *range(10)], [*START, *range(20, 32)], START)
     finish(llm)
     # A prompt that comes while the second waits for the first, and begins otherwise.
     llm.engine_core.engine_core.scheduler.reset_prefix_cache()
-    add(llm, [*beginning, *range(10)], [*beginning, *range(20, 32)])
+    add(llm, [*START, *range(10)], [*START, *range(20, 32)])
     llm.step()
     add(llm, [40] * 20)
     finish(llm)
