@@ -34,7 +34,7 @@ from common.trainer import lora
 from common.trainer.attention import KERNEL_MAX_WIDTH
 from common.trainer.batching import Compute
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
-from common.trainer.model import keeps_whole_gradients
+from common.trainer.model import keeps_whole_gradients, may_leave_unused
 from common.trainer.parts import all_attentions, layers_of
 
 GIB = 2**30  # bytes
@@ -103,6 +103,12 @@ def normalizes_heads(model_path: str) -> bool:
     attentions = all_attentions(without_weights(model_path))
     names = {name for attention in attentions for name, _ in attention.named_children()}
     return any(re.fullmatch("(q|qk|query)_(layer)?norm", name) for name in names)
+
+
+@lru_cache
+def leaves_unused(model_path: str) -> bool:
+    """may_leave_unused() of a model whose weights are not read."""
+    return may_leave_unused(without_weights(model_path))
 
 
 @lru_cache
@@ -279,8 +285,8 @@ class MemoryPlan:
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients are kept whole between the micro-batches of a mini-batch."""
-        model = without_weights(self.model)
-        return keeps_whole_gradients(model, self.trainable, self.dtype, self.offload == "all", self.memory)
+        unused = leaves_unused(self.model)
+        return keeps_whole_gradients(unused, self.trainable, self.dtype, self.offload == "all", self.memory)
 
     def update(self, tokens: float) -> float:
         """Most bytes of this rank in an update whose forwards have that many tokens."""

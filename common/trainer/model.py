@@ -95,7 +95,8 @@ def load(
         layer.training = True
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    model.whole_gradients = keeps_whole_gradients(model, trained, dtype, offload, world.min(rank_memory()))
+    unused = may_leave_unused(model)
+    model.whole_gradients = keeps_whole_gradients(unused, trained, dtype, offload, world.min(rank_memory()))
     for function in (hidden_states, own_forward, token_values if value_head else token_logprobs):
         add_forward(model, function)
     choose_forward(model, model_path, world, compute, tolerance=0.1 if dtype.itemsize < 4 else 1e-3)
@@ -192,15 +193,15 @@ def may_leave_unused(model: nn.Module) -> bool:
     return bool(image_tokens(model.config)) or any("compressor" in name for name, _ in model.named_parameters())
 
 
-def keeps_whole_gradients(model: nn.Module, trained: int, dtype: torch.dtype, offload: bool, memory: float) -> bool:
+def keeps_whole_gradients(unused: bool, trained: int, dtype: torch.dtype, offload: bool, memory: float) -> bool:
     """Whether each rank keeps whole gradients between micro-batches, in float32; see plan_gradient_reduction().
 
-    trained: number of trained parameters. memory: bytes of the rank that has least.
+    unused: may_leave_unused(). trained: number of trained parameters. memory: bytes of the rank that has least.
     """
     has_room = 4 * trained <= GRADIENT_MEMORY_SHARE * memory
     # FSDP adds up whole gradients in float32. But what the last micro-batch is the first to use, or nothing has used,
     # still has a gradient in dtype, and FSDP refuses to reduce both kinds together.
-    of_two_kinds = dtype.itemsize < 4 and may_leave_unused(model)
+    of_two_kinds = dtype.itemsize < 4 and unused
     return has_room and not offload and not of_two_kinds
 
 
