@@ -320,7 +320,7 @@ def test_new_weights_wait_for_the_next_step(world, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_agree(tmp_path):
-    """Weights, dropped prompts, errors, and why a response has no score: what one rank sees, both do."""
+    """Weights, dropped prompts, errors, and why a response or an episode has no score: what one rank sees, both do."""
     result = launch(ROOT / "tests/workers/agree.py", tmp_path, ranks=2, engine=False)
     said = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[")))
     assert len(said) == 2 and said[0] == said[1]
@@ -328,6 +328,8 @@ def test_two_ranks_agree(tmp_path):
         "weights": [1.0, 5.0],
         "error": 'BadInput: reward "mine" returned 3 results for 4 items',
         "dropped": "RunFailed: step 9: 2 of 8 responses could not be graded",
+        "environment": 'environment "mine" failed in 2 of 3 episodes: '
+        "{'died': 2} on rank 1; the first of the kind 'died': out of memory",
     }
     assert "evaluation: 2 of 8 responses could not be graded: {'why': 'x'}" in result.stdout
 

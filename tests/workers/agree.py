@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rewards.weights_file import WeightsFile
 from common.rollout import rollout
+from common.rollout.environments.episodes import Environments
 
 
 def attempt(reward: Rewards, world, step: int | None) -> str:
@@ -23,6 +25,17 @@ def attempt(reward: Rewards, world, step: int | None) -> str:
         reward.score(prompts, ["a"] * 4, rows, world, step)
     except (BadInput, RunFailed) as error:
         return f"{type(error).__name__}: {str(error).split(': {')[0]}"
+    return ""
+
+
+def failed_episodes(failures: list[str | None], world) -> str:
+    """What this rank says of its episodes. None is one that went well."""
+    episodes = [SimpleNamespace(failure=failure, result=None) for failure in failures]
+    environments = SimpleNamespace(spec="mine", first_failures={"died": "out of memory"})
+    try:
+        Environments.results(environments, episodes, world)
+    except RunFailed as error:
+        return str(error)
     return ""
 
 
@@ -50,6 +63,7 @@ def main(folder: Path) -> None:
     said = {"weights": weights, "error": attempt(wrong_count, world, 9), "dropped": attempt(dropping, world, 9)}
     said["dropped"] = said["dropped"].split(";")[0]
     attempt(dropping, world, None)  # An evaluation goes on. Rank 0 prints why the other one has no scores.
+    said["environment"] = failed_episodes(["died", "died"] if last else [None], world)
     everyone = [None] * world.size
     dist.all_gather_object(everyone, said)
     if world.is_main:
