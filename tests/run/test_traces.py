@@ -401,6 +401,8 @@ def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
     assert len(found) == 10 and "Entropy" not in found
     assert [charts.label(name, found["Gradient norm"]) for name in found["Gradient norm"]] == ["critic", "train"]
     assert charts.draw(rows).count("<svg") == len(found) and charts.draw([]) == ""
+    overlapping = [row | {"overlapped/environment": 2.0, "overlapped/rollout": 3.0} for row in rows[1:]]
+    assert panels(overlapping)["Waiting for environments"] == ["overlapped/environment"]
     current = [row | {"mismatch/staleness": 0.0} for row in rows[1:]]
     assert "Age of the weights" in found and "Age of the weights" not in panels(current)
 
