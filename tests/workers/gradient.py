@@ -1,4 +1,6 @@
-"""Saves each algorithm's gradients over 8 rows, which the ranks share unevenly: gradient.py MODEL OUTPUT COMPUTE ...
+"""Saves the gradients of all algorithms, or those that are named, over 8 rows, which the ranks share unevenly:
+
+    gradient.py MODEL OUTPUT COMPUTE ... [--only NAME ...]
 
 It does everything after sampling as the algorithm files do: rewards, advantages over all ranks, denominator, packed
 micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained, too. Each COMPUTE has the fields of
@@ -10,6 +12,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,11 @@ from common.trainer import batching, distillation, model
 G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
 
-def main(model_path: str, output: str, *layouts: str) -> None:
+def main(model_path: str, output: str, *words: str) -> None:
+    layouts, only = list(words), []
+    if "--only" in words:
+        place = words.index("--only")
+        layouts, only = words[:place], words[place + 1 :]
     batching.SHARED_PROMPT_MIN_TOKENS = 1
     out = []
     if "RANK" in os.environ:  # every world of this process uses one connection to the other ranks' store
@@ -33,13 +40,14 @@ def main(model_path: str, output: str, *layouts: str) -> None:
         dist.init_process_group = lambda *given, **named: None  # the group exists after the first
         shards = compute.shard_size or world.size  # neighbours, which are on one node, hold one copy
         assert world.mesh.size(-1) == shards and world.mesh.get_local_rank(world.mesh.ndim - 1) == world.rank % shards
-        out.append(all_gradients(model_path, compute, world))
+        out.append(all_gradients(model_path, compute, world, only))
     if world.is_main:
         torch.save(out, output)
     placement.finish(world)
 
 
-def all_gradients(model_path: str, compute: batching.Compute, world: placement.World) -> dict[str, dict]:
+def all_gradients(model_path: str, compute: batching.Compute, world: placement.World, only: list[str]) -> dict:
+    """name -> gradient of each parameter; only: names of those that are wanted, empty for all."""
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 3, 2, 5, 4, 1, 2]
     ends = [torch.randint(3, 50, (1 + i % 3,), generator=generator).tolist() for i in range(4)]
@@ -92,45 +100,43 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
 
         return gradients(policy, loss_of)
 
-    out = {}
+    kinds = {}  # name -> what computes its gradients
     of_sequences = [("grpo", grpo, sequences), ("gspo", gspo, sequences), ("cispo", cispo, tokens)]
     of_sequences += [("dr_grpo", dr_grpo, sequences * 5), ("max_rl", max_rl, sequences * 5)]
     for name, algorithm, denominator in of_sequences:
         advantages = algorithm.compute_advantages(scores, G)
-        out[name] = policy_gradients(algorithm, advantages, denominator, ref, kl_coef=0.1)
-    out["dapo"] = policy_gradients(dapo, dapo.compute_advantages(scores, G), tokens, clip_dual=20.0)
+        kinds[name] = partial(policy_gradients, algorithm, advantages, denominator, ref, kl_coef=0.1)
+    kinds["dapo"] = partial(policy_gradients, dapo, dapo.compute_advantages(scores, G), tokens, clip_dual=20.0)
     rewards = scores - 0.1 * rloo.sequence_kl(old, ref, mask)
-    out["rloo"] = policy_gradients(rloo, rloo.compute_advantages(rewards, G), tokens)
+    kinds["rloo"] = partial(policy_gradients, rloo, rloo.compute_advantages(rewards, G), tokens)
     token_rewards = remax.reward_tokens(scores, old, ref, mask, 0.1)
-    out["remax"] = policy_gradients(remax, remax.compute_advantages(token_rewards, greedy, mask), tokens)
+    advantages = remax.compute_advantages(token_rewards, greedy, mask)
+    kinds["remax"] = partial(policy_gradients, remax, advantages, tokens)
 
     advantages = reinforce_pp.compute_advantages(token_rewards, scores, mask, G, "group")
-    out["reinforce_pp"] = policy_gradients(reinforce_pp, reinforce_pp.whiten(advantages, mask, world.sum), tokens)
+    advantages = reinforce_pp.whiten(advantages, mask, world.sum)
+    kinds["reinforce_pp"] = partial(policy_gradients, reinforce_pp, advantages, tokens)
 
     advantages, returns = ppo.compute_advantages(token_rewards, old_values, mask, 1.0, 0.95)
-    out["ppo"] = policy_gradients(ppo, ppo.whiten(advantages, mask, world.sum), tokens)
-    out["ppo critic"] = gradients(
-        critic,
-        lambda micro: ppo.value_loss(
-            model.response_values(critic, micro),
-            old_values[micro.rows],
-            returns[micro.rows],
-            micro.response_mask,
-            clip=0.2,
-            denominator=tokens,
-        ),
-    )
+    kinds["ppo"] = partial(policy_gradients, ppo, ppo.whiten(advantages, mask, world.sum), tokens)
+
+    def value_loss(micro):
+        values = model.response_values(critic, micro)
+        given = (old_values[micro.rows], returns[micro.rows], micro.response_mask)
+        return ppo.value_loss(values, *given, clip=0.2, denominator=tokens)
+
+    kinds["ppo critic"] = partial(gradients, critic, value_loss)
 
     process = prime.normalize(prime.implicit_rewards(old, ref, mask, 0.05), mask, world.max)
     advantages = prime.compute_advantages(process, correct, mask, G)
-    out["prime"] = policy_gradients(prime, prime.whiten(advantages, mask, world.sum), tokens)
+    kinds["prime"] = partial(policy_gradients, prime, prime.whiten(advantages, mask, world.sum), tokens)
 
     def prm_loss(micro):
         logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)
         given = (ref[micro.rows], micro.response_mask, 0.05, correct[micro.rows])
         return prime.prm_loss(logprobs, *given).sum() / sequences
 
-    out["prime process model"] = gradients(policy, prm_loss)
+    kinds["prime process model"] = partial(gradients, policy, prm_loss)
 
     def dpo_loss(micro):
         logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)
@@ -138,8 +144,8 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         losses = dpo.dpo_loss(dpo.implicit_rewards(logprobs, sums, micro.response_mask, 0.5), 0.1)
         return (losses * micro.response_mask.any(1)[::2]).sum() / sequences * 2
 
-    out["dpo"] = gradients(policy, dpo_loss, together=2)
-    out["opd"] = policy_gradients(opd, opd.compute_advantages(old, ref, mask), tokens)
+    kinds["dpo"] = partial(gradients, policy, dpo_loss, together=2)
+    kinds["opd"] = partial(policy_gradients, opd, opd.compute_advantages(old, ref, mask), tokens)
     teacher = distillation.load_teacher(model_path, policy, world, torch.float64, compute, offload=False)
     with torch.no_grad():
         for parameter in teacher.parameters():
@@ -160,7 +166,7 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     hinted_tokens = world.sum(taught.sum())
     theirs = model.frozen_logprobs(policy, hinted, batching.pack(hinted, hinted_rows, compute, world), 0.9)
     advantages = sdpo.compute_advantages(old, theirs.to(old.dtype), taught)
-    out["sdpo"] = policy_gradients(sdpo, advantages, hinted_tokens)
+    kinds["sdpo"] = partial(policy_gradients, sdpo, advantages, hinted_tokens)
 
     def hinted_loss(micro):
         other = batching.after_prompts_of(hinted, micro, compute)
@@ -168,9 +174,10 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         return sdpo.vocabulary_loss(found, micro.response_mask, denominator=hinted_tokens)
 
     if policy.knows_logits and compute.sequence_parallel == 1:
-        out["sdpo over the vocabulary"] = gradients(policy, hinted_loss, rows=hinted_rows)
+        kinds["sdpo over the vocabulary"] = partial(gradients, policy, hinted_loss, rows=hinted_rows)
     if policy.knows_logits:
-        out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
+        kinds["opd over the vocabulary"] = partial(gradients, policy, vocabulary_loss)
+    out = {name: compute_them() for name, compute_them in kinds.items() if not only or name in only}
     micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
     if compute.shared_prompts and compute.packing != "off" and world.is_main:  # its rows have several prompts
         assert any(micro.beginning for micro in micro_batches)
