@@ -39,7 +39,7 @@ def test_it_learns_on_any_layout(tmp_path, ranks, tp, flags):
     rows = metrics(tmp_path / "run")
     assert rise(rows) > 0.05, rows
     assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.05
-    assert max(row["mismatch/logprob_abs_max"] for row in rows[1:]) <= 5e-4  # float32, the bound of test_siblings
+    assert max(row["mismatch/logprob_abs_max"] for row in rows[1:]) <= 5e-4  # float32, the bound of test_resume
     shares = [  # of a step, which its phases are all of; a busy machine may hold up one step between two of them
         sum(seconds for name, seconds in row.items() if name.removeprefix("time/") in PHASES) / row["time/step"]
         for row in times(tmp_path / "run")[2:]

@@ -1,4 +1,4 @@
-"""Runs that stop and go on: all algorithms, bit for bit; killed ranks; the scripts that supervise and kill."""
+"""Runs that train, stop and go on: all algorithms, bit for bit; killed ranks; the scripts that supervise and kill."""
 
 import json
 import os
@@ -44,6 +44,28 @@ def test_the_fourth_step_is_the_same_after_a_resume(runs, name):
     assert any(not torch.equal(tensor, weights(parts, 4)[key]) for key, tensor in weights(parts, 3).items())
     said = [line for line in runs[1].splitlines() if f"--run-dir {name}-parts" in line]
     assert len(said) == signalled and all(line.startswith("stopped after step 3 of 4; to go on: ") for line in said)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_trains_on_its_own_samples(runs, name):
+    rows = metrics(runs[0] / f"{name}-whole")
+    updates = [row for row in rows if "train/grad_norm" in row]  # PPO's critic warms up first
+    assert len(updates) == (1 if name == "ppo" else 4)
+    assert all(row["train/grad_norm"] > 0 and 0 < row["reward/mean"] < 1 for row in updates)
+    assert max(row["mismatch/logprob_abs_max"] for row in updates) < 5e-4
+
+
+@pytest.mark.parametrize("name", ("rloo", "reinforce_pp", "remax"))
+def test_the_kl_term_is_measured(runs, name):
+    kl = [row["reward/kl"] for row in metrics(runs[0] / f"{name}-whole")]
+    assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the policy starts as its reference
+
+
+def test_greedy_responses_carry_no_loss(runs):
+    run = runs[0] / "remax-whole"
+    assert all(0 < row["reward/greedy_mean"] < 1 for row in metrics(run))
+    responses = (run / "rollouts/step_000001.jsonl").read_text().splitlines()
+    assert len(responses) == 4 * 4  # the greedy ones are not among them
 
 
 def test_ten_prompts_end_an_epoch_in_three_steps(runs):

@@ -1,4 +1,4 @@
-"""All algorithms: short runs, and that what they share stays the same text."""
+"""All algorithms: what they share stays the same text. Runs of those that draw more prompts or have a critic."""
 
 import ast
 import functools
@@ -35,21 +35,6 @@ def responses(run, step: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_trains_on_its_own_samples(run_of, name):
-    rows = lines(run_of(name))
-    assert all(row["train/grad_norm"] > 0 and 0 < row["reward/mean"] < 1 for row in rows)
-    assert max(row["mismatch/logprob_abs_max"] for row in rows) < 5e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ("rloo", "reinforce_pp", "remax", "ppo"))
-def test_the_kl_term_is_measured(run_of, name):
-    kl = [row["reward/kl"] for row in lines(run_of(name))]
-    assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the policy starts as its reference
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name, low, high", [("dapo", 1, 7), ("prime", 1, 7)])
 def test_a_kept_batch_has_only_groups_within_the_bounds(run_of, name, low, high):
     run = run_of(name)
@@ -65,16 +50,10 @@ def test_a_kept_batch_has_only_groups_within_the_bounds(run_of, name, low, high)
 
 
 @pytest.mark.slow
-def test_greedy_responses_carry_no_loss(run_of):
-    run = run_of("remax")
-    assert all(0 < row["reward/greedy_mean"] < 1 for row in lines(run))
-    assert len(responses(run, 1)) == 16 * 8  # the greedy ones are not among them
-
-
-@pytest.mark.slow
-def test_the_critic_learns(run_of):
-    critic = [row["loss/value"] for row in lines(run_of("ppo"))]
-    assert critic[-1] < critic[0]
+def test_the_critic_learns_and_the_kl_term_is_measured(run_of):
+    rows = lines(run_of("ppo"))
+    assert rows[-1]["loss/value"] < rows[0]["loss/value"]
+    assert abs(rows[0]["reward/kl"]) < 1e-4 < abs(rows[-1]["reward/kl"])  # the policy starts as its reference
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A short run of an algorithm, on responses that transformers' generate samples: siblings.py NAME RUN_DIR"""
+"""A short run of ppo, dapo or prime, on responses that transformers' generate samples: siblings.py NAME RUN_DIR"""
 
 import importlib
 import json
@@ -18,12 +18,8 @@ FLAGS = {
     "schedule": "constant",
     "learning_rate": 2e-4,
     "warmup_steps": 1,
-    "prompts_per_step": 16,
 }
 OWN = {  # DAPO and PRIME draw more prompts than they keep.
-    "rloo": {"kl_coef": 0.01},
-    "reinforce_pp": {"kl_coef": 0.01},
-    "remax": {"kl_coef": 0.01},
     "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam": 0.95, "learning_rate": 5e-4, "steps": 6},
     "dapo": {"prompts_per_step": 8, "gen_prompts": 32},
     "prime": {"prompts_per_step": 8, "gen_prompts": 32},
@@ -35,7 +31,7 @@ def main(name: str, run_dir: str) -> None:
     problems = Path(f"{run_dir}.jsonl")  # to tokenize all of them takes longer than some steps take
     problems.write_text("".join(json.dumps(row) + "\n" for row in arithmetic.problems("train")[:200]))
     algorithm = importlib.import_module(f"algos.{name}")
-    flags = {**algorithm.EMBEDDED, **FLAGS, **OWN.get(name, {}), "dataset": (str(problems),)}
+    flags = {**algorithm.EMBEDDED, **FLAGS, **OWN[name], "dataset": (str(problems),)}
     args = algorithm.Args(**flags, run_dir=run_dir)
     errors.launch(algorithm.main, args)
 
