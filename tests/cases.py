@@ -15,3 +15,15 @@ def short_run(name: str) -> dict:
     """Flags for a short run of the embedded task, with everything switched on that the file has."""
     known = importlib.import_module(f"algos.{name}").Args.__dataclass_fields__
     return {flag: value for flag, value in SWITCHES.items() if flag in known}
+
+
+def once(load):
+    """prompts.load() that tokenizes a data set only once, for runs in one process that have the same tokenizer."""
+    prompts = {}
+
+    def loaded(dataset, source, split, *given):
+        if (dataset, split) not in prompts:
+            prompts[dataset, split] = load(dataset, source, split, *given)
+        return prompts[dataset, split]
+
+    return loaded

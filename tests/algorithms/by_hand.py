@@ -5,6 +5,8 @@ line with algos/ or common/: log-probs come from transformers' own forward of a 
 for the formulas, and test_main.py for what is done with them.
 """
 
+import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,16 +36,22 @@ SUMS_OF_TOKENS = (
 )
 
 
+@functools.cache
+def loaded(path: str, value_head: bool) -> torch.nn.Module:
+    """A plain transformers model. Its callers copy it, which is faster than to load it for each update."""
+    if value_head:
+        config = AutoConfig.from_pretrained(path, num_labels=1, classifier_dropout=0.0, tie_word_embeddings=False)
+        model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
 class Net:
     """A plain transformers model with these weights."""
 
     def __init__(self, path: str, weights: Weights | None = None):
-        if weights and "score.weight" in weights:
-            config = AutoConfig.from_pretrained(path, num_labels=1, classifier_dropout=0.0, tie_word_embeddings=False)
-            self.model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager")
-        else:
-            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        self.model.eval()
+        self.model = copy.deepcopy(loaded(path, value_head="score.weight" in (weights or {})))
         if weights:
             missing, unexpected = self.model.load_state_dict(weights, strict=False)
             assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied

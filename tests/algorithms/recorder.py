@@ -7,9 +7,11 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
+from cases import once
 from torch.distributed.tensor import DTensor
 
 from common import placement
+from common.data import prompts
 from common.preflight.memory import MemoryPlan
 from common.rollout import rollout
 from common.rollout.hf_engine import HFEngine
@@ -18,6 +20,7 @@ from common.run import checkpoint, job, offline, report, sampling
 from common.trainer import model
 
 Weights = dict[str, torch.Tensor]
+load_prompts = once(prompts.load)
 
 
 @dataclass
@@ -94,6 +97,7 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
     monkeypatch.setattr(placement, "finish", lambda *given: None)
     for slow in ((checkpoint.Saver, "save"), (report, "write"), (checkpoint, "export")):
         monkeypatch.setattr(*slow, lambda *given, **named: None)
+    monkeypatch.setattr(prompts, "load", load_prompts)
 
     load = model.load
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
-from cases import ALGORITHMS, short_run
+from cases import ALGORITHMS, once, short_run
 from transformers import AutoModelForCausalLM
 
 from algos import ppo, prime
@@ -100,18 +100,6 @@ def checked(*given, **named):
         rows = named["prm_logprobs"][named["response_mask"]]
         assert (rows != 0).all(), "rows without log-probs of the process reward model"
     return implicit_rewards(*given, **named)
-
-
-def once(load):
-    """data.load, which all runs call with the same tokenizer, for the first of them."""
-    prompts = {}
-
-    def loaded(dataset, source, split, *given):
-        if (dataset, split) not in prompts:
-            prompts[dataset, split] = load(dataset, source, split, *given)
-        return prompts[dataset, split]
-
-    return loaded
 
 
 def main(model_path: str, runs: Path, kind: str = "") -> None:

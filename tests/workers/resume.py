@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 import torch
-from cases import ALGORITHMS, short_run
+from cases import ALGORITHMS, once, short_run
 
 from common import placement
-from common.data import arithmetic
+from common.data import arithmetic, prompts
 from common.data.prompts import TrainSource
 from common.run import checkpoint, report, tracking
 
@@ -58,6 +58,7 @@ def main(runs: Path) -> None:
     world, finish, begin = placement.init(seed=0), placement.finish, tracking.Tracker.begin
     placement.init = lambda *given, **named: world  # all runs share one process group
     placement.finish = report.write = lambda *given: None
+    prompts.load = once(prompts.load)
 
     def begin_step(tracker, step: int) -> None:
         weights = {"gsm8k": 1.0, "repetition": 0.1 * min(step, 3)}
