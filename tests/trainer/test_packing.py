@@ -166,10 +166,16 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["eager", "compile"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype, kernels",
+    [(torch.float32, "eager"), (torch.bfloat16, "eager"), (torch.bfloat16, "compile")],
+    ids=["float32-eager", "bfloat16-eager", "bfloat16-compile"],
+)
 def test_the_first_updates_ratio_is_exactly_one(world, dtype, kernels):
-    """Old log-probs come from a forward without gradient. It must round as the training forward does."""
+    """Old log-probs come from a forward without gradient. It must round as the training forward does.
+
+    The compiler takes half a minute or more, so it shows that in bfloat16 alone, whose rounding is the coarser.
+    """
     policy = model.load(str(arithmetic.WARM_START), world, dtype, Compute(token_budget=4096, kernels=kernels))
     rollout = random_rollout(8)
     (micro,) = batching.pack(rollout, torch.arange(8), Compute(token_budget=4096), world)
