@@ -1,6 +1,7 @@
 """The algorithm files, and how a test that runs all of them runs each. Imported by tests and by tests/workers."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,12 +19,13 @@ def short_run(name: str) -> dict:
 
 
 def once(load):
-    """prompts.load() that tokenizes a data set only once, for runs in one process that have the same tokenizer."""
-    prompts = {}
+    """prompts.load() that tokenizes each data set once for the runs of a process. Each run gets prompts of its own."""
+    known = {}
 
-    def loaded(dataset, source, split, *given):
-        if (dataset, split) not in prompts:
-            prompts[dataset, split] = load(dataset, source, split, *given)
-        return prompts[dataset, split]
+    def loaded(dataset, source, split, tokenizer, *given):
+        key = (dataset, repr(source), split, tokenizer.name_or_path, *given)
+        if key not in known:
+            known[key] = load(dataset, source, split, tokenizer, *given)
+        return [replace(prompt, ids=list(prompt.ids), meta=dict(prompt.meta)) for prompt in known[key]]
 
     return loaded

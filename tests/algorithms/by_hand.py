@@ -38,7 +38,7 @@ SUMS_OF_TOKENS = (
 
 @functools.cache
 def loaded(path: str, value_head: bool) -> torch.nn.Module:
-    """A plain transformers model. Its callers copy it, which is faster than to load it for each update."""
+    """A plain transformers model. Net copies it, which is faster than to load it for each update."""
     if value_head:
         config = AutoConfig.from_pretrained(path, num_labels=1, classifier_dropout=0.0, tie_word_embeddings=False)
         model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager")

@@ -20,7 +20,7 @@ from common.run import checkpoint, job, offline, report, sampling
 from common.trainer import model
 
 Weights = dict[str, torch.Tensor]
-load_prompts = once(prompts.load)
+load_prompts = once(prompts.load)  # for all tests of this process
 
 
 @dataclass

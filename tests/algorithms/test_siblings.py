@@ -52,6 +52,8 @@ def test_a_kept_batch_has_only_groups_within_the_bounds(run_of, name, low, high)
 @pytest.mark.slow
 def test_the_critic_learns_and_the_kl_term_is_measured(run_of):
     rows = lines(run_of("ppo"))
+    assert all(row["train/grad_norm"] > 0 and 0 < row["reward/mean"] < 1 for row in rows)
+    assert max(row["mismatch/logprob_abs_max"] for row in rows) < 5e-4
     assert rows[-1]["loss/value"] < rows[0]["loss/value"]
     assert abs(rows[0]["reward/kl"]) < 1e-4 < abs(rows[-1]["reward/kl"])  # the policy starts as its reference
 

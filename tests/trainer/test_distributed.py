@@ -30,9 +30,10 @@ CUTS = {  # ranks -> fields of batching.Compute, and the number of micro-batches
     4: [({**PLAIN, "token_budget": 5, "sequence_parallel": 2, "shard_size": 2}, 4)],  # 3 and a dummy
 }
 LORA = {"lora_rank": 4}
-# One gradient of each kind: of tokens, of values, of pairs, at another temperature, after hints, over the vocabulary.
-KINDS = ["grpo", "ppo critic", "dpo", "prime process model", "sdpo", "opd over the vocabulary"]
-KINDS += ["sdpo over the vocabulary"]
+# One gradient of each kind: of sampled tokens, of values, of pairs, at another temperature, after hints, over the
+# vocabulary, and over it after hints.
+KINDS = ["grpo", "ppo critic", "dpo", "prime process model", "sdpo"]
+KINDS += ["opd over the vocabulary", "sdpo over the vocabulary"]
 
 
 def gradients_of(compute: dict) -> int:
@@ -71,7 +72,7 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
 def test_gradients_of_rows_of_their_own_do_not_depend_on_ranks_or_budget(name, tmp_path):
     """A hybrid, a family whose positions are learned, and one whose own forward makes the logits. Opd and sdpo over the
     vocabulary know only products with the head. Falcon-H1 computes states and norms in float32, whatever its weights
-    are. The other gradients come from the same forwards as KINDS.
+    are. The other gradients come from the same forwards as those of KINDS.
     """
     if name == "hyperclovax":
         path = str(tmp_path / name)

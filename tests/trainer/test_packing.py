@@ -174,7 +174,7 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
 def test_the_first_updates_ratio_is_exactly_one(world, dtype, kernels):
     """Old log-probs come from a forward without gradient. It must round as the training forward does.
 
-    The compiler takes half a minute or more, so it shows that in bfloat16 alone, whose rounding is the coarser.
+    To compile takes half a minute or more, so only bfloat16 is compiled. There a fused kernel may skip a rounding.
     """
     policy = model.load(str(arithmetic.WARM_START), world, dtype, Compute(token_budget=4096, kernels=kernels))
     rollout = random_rollout(8)

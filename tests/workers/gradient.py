@@ -1,4 +1,4 @@
-"""Saves the gradients of all algorithms, or those that are named, over 8 rows, which the ranks share unevenly:
+"""Saves the gradients of all algorithms, or of those that are named, over 8 rows, which the ranks share unevenly:
 
     gradient.py MODEL OUTPUT COMPUTE ... [--only NAME ...]
 
@@ -26,7 +26,7 @@ G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
 
 def main(model_path: str, output: str, *words: str) -> None:
-    layouts, only = list(words), []
+    layouts, only = words, ()
     if "--only" in words:
         place = words.index("--only")
         layouts, only = words[:place], words[place + 1 :]
@@ -46,7 +46,7 @@ def main(model_path: str, output: str, *words: str) -> None:
     placement.finish(world)
 
 
-def all_gradients(model_path: str, compute: batching.Compute, world: placement.World, only: list[str]) -> dict:
+def all_gradients(model_path: str, compute: batching.Compute, world: placement.World, only: tuple) -> dict:
     """name -> gradient of each parameter; only: names of those that are wanted, empty for all."""
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 3, 2, 5, 4, 1, 2]
