@@ -60,7 +60,7 @@ def test_it_trains_on_its_own_samples(runs, name):
 @pytest.mark.parametrize("name", ("rloo", "reinforce_pp", "remax"))
 def test_the_kl_term_is_measured(runs, name):
     kl = [row["reward/kl"] for row in metrics(runs[0] / f"{name}-whole")]
-    assert abs(kl[0]) < 1e-4 < max(map(abs, kl))  # the policy starts as its reference
+    assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the policy starts as its reference
 
 
 def test_greedy_responses_carry_no_loss(runs):
