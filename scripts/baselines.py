@@ -107,6 +107,7 @@ RUNS = {
     ("sums", "reinforce_pp"): "--steps 20",
     ("sums", "opd"): f"--teacher {SUMS_TEACHER} --steps 20",
     ("sums", "ppo"): "--critic-learning-rate 5e-5 --steps 20",
+    ("sums", "ppo-long"): "--critic-learning-rate 5e-5 --steps 120",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --accuracy-range 0.1 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3 --steps 20",
 }
