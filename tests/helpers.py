@@ -6,9 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
+
+
+def nightly(*values):
+    """Parameters of a test that runs every night, and not for each push."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def load(script: str):

@@ -164,7 +164,7 @@ def run(folder, *flags, script=DPO, ranks=1) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_and_with_the_responses_exchanged_it_unlearns(tmp_path):
     """It ranks the pairs rightly, and greedy answers become better; the wrong way round they become worse."""
     short = ["--steps", 24, "--batch-size", 32]

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from conftest import ROOT, launch
-from helpers import metrics, same, weights
+from helpers import metrics, nightly, same, weights
 
 from common.preflight import folders
 from common.run.charts import PHASES
@@ -32,7 +32,7 @@ SWITCHED = ["--token-budget", 2048, "--activation-checkpointing", "--offload", "
 SWITCHED += ["--schedule", "constant", "--tis-cap", 2, "--kl-coef", 0.001]
 
 
-@pytest.mark.parametrize("ranks, tp, flags", [(1, 1, []), (2, 1, SWITCHED), (2, 2, [])])
+@pytest.mark.parametrize("ranks, tp, flags", [(1, 1, []), (2, 1, SWITCHED), nightly(2, 2, [])])
 def test_it_learns_on_any_layout(tmp_path, ranks, tp, flags):
     flags = ["--steps", 8, "--prompts-per-step", 32, "--rollout-tp", tp, *flags, "--run-dir", tmp_path / "run"]
     result = launch(GRPO, *flags, ranks=ranks)

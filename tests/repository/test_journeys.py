@@ -44,6 +44,7 @@ def test_fork_grpo_into_another_algorithm(tmp_path):
     assert shown.count("--- prompt ") == 2 and " | reference " in shown
 
 
+@pytest.mark.nightly
 def test_stop_by_ctrl_c_sigterm_and_sigkill_and_go_on(tmp_path):
     """Each time by the command that the run prints; no step is trained twice or left out."""
     command = [sys.executable, GRPO, *SMALL, "--steps", 16, "--eval-prompts", 32, "--save-every", 2, "--run-dir", "run"]

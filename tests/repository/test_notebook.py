@@ -48,7 +48,7 @@ def kernel(tmp_path, monkeypatch) -> str:
     return "here"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs_from_top_to_bottom(kernel, tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     as_committed = dict(notebook.metadata)  # nbclient replaces it by the names of this kernel

@@ -1,4 +1,7 @@
-"""The documentation site: it builds without a warning from its lock, and has what its pages promise."""
+"""The documentation site: it builds without a warning from its lock, and has what its pages promise.
+
+Tests of the built site are nightly. .github/workflows/site.yml builds it for each push.
+"""
 
 import csv
 import html
@@ -51,6 +54,7 @@ def text_of(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]*>", "", page))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FILES)
 def test_an_algorithm_has_its_equation_and_its_curve(site, name):
     page = (site / f"algorithms/{name}/index.html").read_text()
@@ -66,6 +70,7 @@ def test_an_algorithm_has_its_equation_and_its_curve(site, name):
             assert columns["eval/accuracy"] == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FILES)
 def test_an_algorithm_has_its_code_with_an_anchor_for_each_line(site, name):
     page = (site / f"algorithms/{name}/index.html").read_text()
@@ -74,6 +79,7 @@ def test_an_algorithm_has_its_code_with_an_anchor_for_each_line(site, name):
     assert [text_of(line) for _, line in lines] == (ROOT / f"algos/{name}.py").read_text().splitlines()
 
 
+@pytest.mark.nightly
 def test_a_diff_shows_both_files_and_marks_every_change(site):
     siblings = load("scripts/sibling_diffs.py").SIBLINGS
     cell = re.compile(r'<td class="number">(\d*)</td><td class="(\w+)">(?:<code>(.*?)</code>)?</td>')
@@ -92,6 +98,7 @@ def test_a_diff_shows_both_files_and_marks_every_change(site):
         assert unmarked[0] == unmarked[1], name  # without the marked lines both files are the same
 
 
+@pytest.mark.nightly
 def test_search_finds_each_metric_and_each_error_at_its_anchor(site):
     items = json.loads((site / "search.json").read_text())["items"]
     found = {item["location"]: text_of(item["title"]) for item in items}
@@ -106,6 +113,7 @@ def test_search_finds_each_metric_and_each_error_at_its_anchor(site):
     assert all(found[f"errors/#{code}"] == code for code in codes)
 
 
+@pytest.mark.nightly
 def test_the_api_has_public_names_only(site):
     pages = [path.read_text() for path in site.glob("api/*/index.html")]
     names = {name for page in pages for name in re.findall(r'id="(common\.[\w.]+)"', page)}
@@ -162,6 +170,7 @@ def test_the_check_of_links_finds_what_is_wrong(tmp_path):
         assert problem in found
 
 
+@pytest.mark.nightly
 def test_pages_open_in_a_browser(site, python):
     """Two widths, and the search: scripts/browse_site.py."""
     if not (shutil.which("chromium") or shutil.which("google-chrome")) or not shutil.which("chromedriver"):

@@ -708,7 +708,7 @@ def vllm(tmp_path):
         server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_vllms_own_server_is_a_judge(vllm, settings, monkeypatch):
     """The embedded model adds two numbers, so it grades the response 41+32 with 73 of 100."""
     content = {"url": vllm, "template": "{response}=", "range": [0, 100], "max_tokens": 40}

@@ -604,7 +604,7 @@ def test_bodies_the_server_refuses(serve):
     assert post(body(request_id="c")).status_code == 200
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_when_its_service_is_killed_and_restarted(models, tmp_path):
     """On two ranks, and bit for bit as if the grader had been in the process: no row lost, none with a wrong score."""
     flags = [*ARITHMETIC, "--model", models["untied"], "--rollout-backend", "hf", "--steps", 6, "--prompts-per-step", 8]

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 from conftest import CORES, ROOT, SHORT, launch, save_model
-from helpers import gaps_of, metrics, same, weights
+from helpers import gaps_of, metrics, nightly, same, weights
 from transformers import AutoModelForCausalLM
 
 from algos import grpo
@@ -89,7 +89,7 @@ def chat_model(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("backend, tp", [("vllm", 2), ("hf", 1), ("servers", 1)])
+@pytest.mark.parametrize("backend, tp", [("vllm", 2), ("hf", 1), nightly("servers", 1)])
 def test_the_loss_has_the_ids_that_were_sampled(chat_model, letters, backend, tp):
     """In four forms of a conversation, with the trainer's log-probs equal to the engine's on every sampled token. Two
     ranks that share an engine have environments of their own. Two servers have followed five updates before.
@@ -944,7 +944,7 @@ AHEAD = ["--rollout-placement", "split", "--rollout-devices", max(CORES), "--max
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [[], AHEAD], ids=["here", "ahead"])
+@pytest.mark.parametrize("ahead", [[], nightly(AHEAD)], ids=["here", "ahead"])
 def test_a_slow_environment_changes_no_token_of_the_first_step(played, tmp_path, ahead):
     """A late answer makes other responses share its next forward. ahead: on a server, with two batches on their way."""
     if ahead and len(CORES) < 2:

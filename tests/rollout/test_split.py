@@ -115,7 +115,7 @@ def test_it_learns_from_older_weights_until_it_is_interrupted(started):
 
 
 @needs_two_cores
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_with_batches_in_flight_is_killed_goes_on_and_ends_with_its_server(started):
     """It trains on each prompt once: what was in flight is sampled again, and the resumed run says how much that was.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import ALGORITHMS
 from conftest import ROOT, launch
-from helpers import load
+from helpers import load, nightly
 
 from algos import grpo
 from common import errors, placement, weight_sync
@@ -349,9 +349,12 @@ def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):
 
 
 DIFFS = variants.variants(variants.PAGE.read_text())
+SAMPLING = [name for name, diff in DIFFS.items() if variants.base(diff) != "algos/dpo.py"]
+# Masks of tokens and of sequences, weights of a group, other denominators and batches.
+EACH_PUSH = {"dppo", "sequence-mask", "tpo", "token-mean", "zero-variance-filter", "spo", "flash-reinforce"}
 
 
-@pytest.mark.parametrize("name", [name for name, diff in DIFFS.items() if variants.base(diff) != "algos/dpo.py"])
+@pytest.mark.parametrize("name", [name if name in EACH_PUSH else nightly(name) for name in SAMPLING])
 def test_the_loss_of_each_variant_holds(holds, tmp_path, name):
     """The diffs of docs/variants.md, in the whole loop. Their functions are compared with the peers' in test_parity.
 

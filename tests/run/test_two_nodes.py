@@ -79,12 +79,14 @@ def errors_of(folder, name: str, rank: int) -> list[str]:
     return re.findall(r"error\[.*", log)
 
 
+@pytest.mark.nightly
 def test_a_network_that_is_away_for_a_while_changes_nothing(runs):
     folder, results = runs
     assert results["nothing"]["codes"] == results["cut_for_a_while"]["codes"] == [0, 0]
     assert metrics(folder / "cut_for_a_while/run") == metrics(folder / "nothing/run")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_run_ends_when_the_other_node_is_gone(runs, gone):
     """No connection is closed, so a rank notices when its collective has taken too long: here after 20 seconds."""
@@ -98,12 +100,14 @@ def test_a_run_ends_when_the_other_node_is_gone(runs, gone):
     assert "dead: [1]" in line if gone == 1 else "the node of rank 0 does not answer" in line
 
 
+@pytest.mark.nightly
 def test_a_run_that_lost_a_node_goes_on_as_if_nothing_had_happened(runs):
     folder, results = runs
     assert results["resumed"]["codes"] == [0, 0]
     assert metrics(folder / "node_1_is_gone/run") == metrics(folder / "nothing/run")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name, interface", [("no_such_interface", "ib7"), ("loopback", "lo")])
 def test_an_interface_that_reaches_no_other_node_is_named(runs, name, interface):
     folder, results = runs
@@ -153,6 +157,7 @@ def train_on(node: Node, *flags, own_memory: bool = False) -> subprocess.Complet
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
+@pytest.mark.nightly
 def test_a_server_on_the_other_node_follows_the_trainer(nodes, server, models, tmp_path):
     """Without a GPU both need the same /dev/shm. A trainer with another one learns that, and harms no server."""
     split = ["--rollout-placement", "split", "--rollout-urls", server, "--model", models["untied"]]

@@ -540,7 +540,7 @@ def test_squares_are_counted(tmp_path):
     assert set(said) == {0, -1} and 0.65 < -sum(said) / len(said) < 0.75
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_learns_to_count_and_only_by_looking(tmp_path, world):
     """Six steps from the committed start, whose teacher overlooks squares. With noise in the place of the images the
     trained model is at chance: 20 %, or a little more for a number that is frequent.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_difference, save_model
+from helpers import nightly
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Lfm2Config
@@ -168,7 +169,7 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, kernels",
-    [(torch.float32, "eager"), (torch.bfloat16, "eager"), (torch.bfloat16, "compile")],
+    [(torch.float32, "eager"), (torch.bfloat16, "eager"), nightly(torch.bfloat16, "compile")],
     ids=["float32-eager", "bfloat16-eager", "bfloat16-compile"],
 )
 def test_the_first_updates_ratio_is_exactly_one(world, dtype, kernels):
