@@ -111,11 +111,14 @@ class Child:
 
     def expire(self, number: int, seconds: float) -> None:
         """The time of a request is up: kill the process, unless the answer came in the last moment."""
+        failure = Failure("timeout", f"no answer within {seconds:g} s")
         with self.lock:
-            is_late = number in self.waiting
-        if is_late:
-            self.kill()
-            self.fail_open_requests(Failure("timeout", f"no answer within {seconds:g} s"))
+            if number not in self.waiting:
+                return
+            # Before the kill: read_answers() may notice the end first, and would say that the process died.
+            self.failure = self.failure or failure
+        self.kill()
+        self.fail_open_requests(failure)
 
     def read_answers(self) -> None:
         """Hand out answers until the process ends. Then all open requests fail."""

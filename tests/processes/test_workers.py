@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 from common.errors import BadInput, RunFailed
-from common.processes.pool import Failure, Pool, Program
+from common.processes.pool import Child, Failure, Pool, Program
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import grade_math
 from common.rewards.workers import Graders, MathReward, UserReward
@@ -90,6 +90,14 @@ def pool(mine):
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def patient_pool(mine):
+    """For items whose workers die: an interpreter that ends may take seconds on a busy machine."""
+    pool = graders(mine, "each", item_seconds=60.0, workers=2)
+    yield pool
+    pool.close()
+
+
 def graded(pool: Graders, *responses: str, answer: str = "5") -> list:
     """The outcome of each response: a Result or a Failure."""
 
@@ -148,14 +156,30 @@ def test_the_worker_is_quiet_and_light(pool):
         ("informed", "wrong", "expected a dictionary"),
     ],
 )
-def test_a_bad_item_fails_alone(pool, response, kind, message):
+def test_a_bad_item_fails_alone(pool, patient_pool, response, kind, message):
     start = time.monotonic()
+    pool = patient_pool if kind == "died" else pool
     bad, *good = graded(pool, response, "uninformed", "fine", "fine")
     assert time.monotonic() - start < 60  # far from a timeout of minutes, also on a busy machine
     assert isinstance(bad, Failure) and bad.kind == kind and message in bad.message
     assert [result.score for result in good] == [1, 1, 1]
     assert good[0].info == {}
     assert kind != "raised" or ("def boom" in bad.message and "processes/child" not in bad.message)
+
+
+def test_a_late_process_is_late_even_if_its_end_is_noticed_at_once(mine, monkeypatch):
+    kill = Child.kill
+
+    def kill_and_let_the_reader_notice(child):
+        kill(child)
+        if threading.current_thread() is not child.reader:
+            child.reader.join()
+
+    monkeypatch.setattr(Child, "kill", kill_and_let_the_reader_notice)
+    pool = graders(mine, "each", item_seconds=1.0)
+    (late,) = graded(pool, "loop")
+    pool.close()
+    assert late == Failure("timeout", "no answer within 1 s")
 
 
 def gone(pid: int) -> bool:
