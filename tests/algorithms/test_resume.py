@@ -78,7 +78,6 @@ def test_ten_prompts_end_an_epoch_in_three_steps(runs):
     assert len(ids) == 12 and len(set(ids)) == 10
 
 
-@pytest.mark.nightly
 def test_a_crashed_rank_is_restarted_and_a_signal_to_one_rank_stops_both(tmp_path):
     """Two ranks; then one goes on alone."""
     flags = [tmp_path / "run", "--steps", 6]

@@ -1,6 +1,6 @@
 """docs/first-steps.ipynb runs from top to bottom, and its committed outputs name no machine.
 
-New outputs, with all steps: REWRITE_NOTEBOOK=1 python -m pytest tests/repository/test_notebook.py
+New outputs, with all steps: REWRITE_NOTEBOOK=1 python -m pytest -m nightly tests/repository/test_notebook.py
 """
 
 import json

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import families
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,20 @@ def test_a_models_own_sampling_defaults_never_reach_vllm(models, tmp_path):
     defaults = lambda **changes: EngineArgs(**settings | changes).create_model_config().get_diff_sampling_param()
     assert defaults() == {}
     assert defaults(generation_config="auto")["repetition_penalty"] == 2.0, "vLLM finds them elsewhere now"
+
+
+@pytest.mark.parametrize("family, copied", [("llama", True), ("gemma4_text", False), ("falcon_h1", False)])
+def test_parts_of_a_prompt_are_copied_where_each_layer_has_its_own_keys_and_no_state(family, copied, tmp_path):
+    families.config_of(family).save_pretrained(tmp_path)
+    config = EngineConfig(
+        model_path=str(tmp_path),
+        dtype=torch.float32,
+        tensor_parallel=1,
+        layout=Layout(),
+        max_model_len=64,
+        max_num_seqs=8,
+    )
+    assert ("kv_transfer_config" in vllm_engine.engine_settings(config)) == copied
 
 
 @pytest.mark.parametrize("never", [(), (7, 9)])

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from conftest import ARITHMETIC, CORES, ROOT, launch
+from conftest import ARITHMETIC, CORES, ROOT, free_port, launch
 from helpers import gaps_of
 from pydantic import TypeAdapter
 
@@ -953,6 +953,48 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
         assert f"--{flag}" in given and f"--{flag}" in script
     # On a CPU vLLM would cast the head for each token; Float32Head does what the flag says.
     assert ("--hf-overrides" in given) == ("--hf-overrides" in script) == cuda
+
+
+@pytest.fixture
+def users_server(models, tmp_path):
+    """URL of a server that scripts/serve_rollout.sh has started, as for --rollout-urls."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = ["bash", ROOT / "scripts/serve_rollout.sh", models["untied"], "--dtype", "float32", "--port", f"{port}"]
+    command += ["--max-model-len", "128", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.05"]
+    log = tmp_path / "server.log"
+    with open(log, "w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=file)
+    deadline = time.monotonic() + 600
+    try:
+        while not answers(url):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=3).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_users_server_follows_two_runs_one_after_the_other(users_server, models, tmp_path):
+    """The second run finds the weights and the cache of the first."""
+    flags = [*ARITHMETIC, "--model", models["untied"], "--rollout-placement", "split", "--rollout-urls", users_server]
+    flags += ["--dtype", "float32", "--reward", f"{ROOT}/tests/workers/rewards.py:uneven", "--eval-prompts", 0]
+    flags += ["--prompts-per-step", 4, "--group-size", 4, "--mini-batches", 2, "--max-response-tokens", 16]
+    for name in ("first", "second"):
+        launch(GRPO, *flags, "--steps", 2, "--run-dir", tmp_path / name, servers=True)
+    first, second = rows(tmp_path / "first"), rows(tmp_path / "second")
+    assert [row["step"] for row in first] == [1, 2] and first[0]["train/grad_norm"] > 0
+    assert max(row["mismatch/logprob_abs_max"] for row in first + second) <= 1e-4
+    assert [row["reward/mean"] for row in first] == [row["reward/mean"] for row in second]
 
 
 @needs_two_cores

@@ -225,7 +225,7 @@ def test_prompts_that_are_in_flight_are_drawn_again_after_a_resume(models, world
     saver.save(3, {})
     again = start(models, world, tmp_path)
     again.load(tmp_path / "checkpoints/step_000003")
-    assert again.loader.take(8) == in_flight
+    assert again.loader.take(8) == in_flight and again.sampled_again == len(in_flight)
 
 
 def test_a_run_that_fails_saves_no_weights_that_are_not_finite(models, world, tmp_path):

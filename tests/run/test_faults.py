@@ -7,6 +7,9 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +157,14 @@ def test_what_one_rank_alone_meets_is_printed(monkeypatch, capsys, error, enviro
     with pytest.raises(SystemExit) as ended:
         errors.launch(fails, None)
     assert ended.value.code == code and capsys.readouterr().err == said
+
+
+def test_a_node_that_is_gone_is_not_asked_for_ever(monkeypatch):
+    """Its store closes no connection, and answers nothing."""
+    monkeypatch.setattr(errors, "STORE_SECONDS", 0.1)
+    gone = SimpleNamespace(append=lambda name, value: threading.Event().wait(60))
+    began = time.monotonic()
+    assert errors.failed_ranks(gone, 1, pause=0.1) == [] and time.monotonic() - began < 30
 
 
 def none_yet():

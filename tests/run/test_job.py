@@ -366,6 +366,14 @@ def test_a_disk_that_is_full_at_a_save_ends_the_run_like_any_failure(run):
     assert run.saver.rescued == [(1, PROMPTS_PER_STEP)]
 
 
+def test_prompts_that_were_in_flight_are_counted_once_after_a_resume(run):
+    run.saver.sampled_again = 5
+    for step, batch in run.steps(run.sample):
+        run.train(step, batch)
+    counted = [row.get("sampling/prompts_again") for row in read_metrics(run.tracker.run_dir)]
+    assert counted == [5, *[None] * 5]
+
+
 @failing_step
 def test_a_step_whose_update_fails_is_sampled_again_after_a_resume(run, failing):
     for step, batch in run.steps(run.sample):

@@ -350,8 +350,10 @@ def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):
 
 DIFFS = variants.variants(variants.PAGE.read_text())
 SAMPLING = [name for name, diff in DIFFS.items() if variants.base(diff) != "algos/dpo.py"]
-# Masks of tokens and of sequences, weights of a group, other denominators and batches.
+# Masks of tokens and of sequences, weights of a group, other denominators and batches. And those that no test of
+# test_variants.py runs in the whole loop.
 EACH_PUSH = {"dppo", "sequence-mask", "tpo", "token-mean", "zero-variance-filter", "spo", "flash-reinforce"}
+EACH_PUSH |= {"clip-cov", "kl-cov", "opo", "lite-ppo"}
 
 
 @pytest.mark.parametrize("name", [name if name in EACH_PUSH else nightly(name) for name in SAMPLING])

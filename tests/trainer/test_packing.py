@@ -3,7 +3,6 @@
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -152,7 +151,14 @@ def test_gradient_is_the_same_however_it_is_computed(models, world, monkeypatch,
 
 def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tmp_path, world, monkeypatch):
     """One layer is traced as for the real compiler, which would take a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    asked = []
+
+    def trace(layer, *, dynamic: bool, options: dict):
+        asked.append(options)
+        return compile_layer(layer, dynamic=dynamic, backend="aot_eager")
+
+    compile_layer = torch.compile
+    monkeypatch.setattr(torch, "compile", trace)
     config = arithmetic.config()
     config.num_hidden_layers, config.num_key_value_heads, config.layer_types = 1, 2, config.layer_types[:1]
     path = save_model(tmp_path, config, 0.05)
@@ -164,6 +170,7 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
         assert relative_difference(whole, other) <= 1e-5
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[-1]
+    assert asked == [{"emulate_precision_casts": True}], "or bfloat16's first ratios differ from 1 by up to 20 %"
 
 
 @pytest.mark.slow
