@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from common.data import arithmetic, tasks
 from common.preflight import folders
 from common.preflight.docstrings import help_text
 from common.preflight.run_directory import comparable, flat, read_metrics
+from common.run.guards import SILENT_STEPS
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
@@ -87,7 +89,8 @@ RECIPES = {  # task: flags of all its runs
     "--prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 --warmup-steps 2 --schedule linear "
     "--eval-every 10",
 }
-# (task, run): further flags, or with --model all of them. Without an entry a run is its file with the task's recipe.
+# (task, run): flags after the recipe's. If they begin with --model, they take its place. Without an entry a run is the
+# recipe. The run ALGORITHM-ANYTHING is of algos/ALGORITHM.py.
 RUNS = {
     ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 1e-3",
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
@@ -95,8 +98,9 @@ RUNS = {
     ("guess", "ppo"): "--steps 60",
     ("hybrid", "grpo"): "--steps 52 --group-size 8 --learning-rate 2e-4",
     ("hybrid", "ppo"): "--steps 50 --group-size 4 --learning-rate 1.5e-4 --critic-learning-rate 1e-3",
-    # The tests of another problem: --reward code pays for nothing that the prompt asks for.
-    ("functions", "grpo-shuffled"): f"--dataset {SHUFFLED_TESTS} --eval-dataset functions {FUNCTIONS}",
+    # The tests of another problem: --reward code pays for nothing that the prompt asks for. All flags, because a run
+    # takes --dataset only once.
+    ("functions", "grpo-shuffled"): f"{FUNCTIONS} --dataset {SHUFFLED_TESTS} --eval-dataset functions",
     ("gcd", "grpo-long"): "--steps 120",
     ("sums", "grpo-long"): "--steps 120",
     ("sums", "grpo-short"): "--steps 20",  # as many responses as ppo, reinforce_pp and opd
@@ -189,7 +193,9 @@ class Args:
 def flags(task: str, run: str) -> str:
     """The flags of a baseline, without its seed."""
     own = RUNS.get((task, run), "")
-    return f"{'' if (task, run) in OFFLINE or own.startswith('--model') else RECIPES[task]} {own}".strip()
+    if (task, run) in OFFLINE or own.startswith("--model"):
+        return own  # these are all its flags
+    return f"{RECIPES[task]} {own}".strip()
 
 
 def command(task: str, run: str, seed: int) -> list[str]:
@@ -203,15 +209,19 @@ def commands(task: str, run: str, seed: int) -> list[str]:
 
 
 def train(task: str, run: str, seed: int) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        if (task, run) in CONTROLS:
-            return control(task, run, seed, scratch)
+    """Train a baseline, and keep its results. Its folder stays if that fails: a run takes up to hours."""
+    scratch = tempfile.mkdtemp(prefix=f"{task}-{run}-seed{seed}-")
+    if (task, run) in CONTROLS:
+        control(task, run, seed, scratch)
+    else:
         run_dir = Path(scratch) / "run"
         words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if (task, run) in OFFLINE else [])]
         ended = subprocess.run([sys.executable, *command(task, run, seed), *words], cwd=ROOT).returncode
         if ended != (3 if (task, run) in ENDED_BY_GUARD else 0):
-            sys.exit(f"error: {run}, seed {seed}: exit code {ended}")
+            sys.exit(f"error: {run}, seed {seed}: exit code {ended} of the run in {run_dir}")
+        print(f"{run}, seed {seed}: trained in {run_dir}; if what follows fails, --add takes it", flush=True)
         add(run_dir, task, run)
+    shutil.rmtree(scratch)
 
 
 def prepare(task: str, run: str) -> None:
@@ -229,12 +239,15 @@ def prepare(task: str, run: str) -> None:
 def add(run_dir: Path, task: str, name: str) -> None:
     """Keep the curve and run.json of a run, and evaluate its last checkpoint for the tasks of STARTS.
 
-    Raises BadInput for a run with other flags than this baseline's, or one that was stopped early.
+    Raises BadInput for a run with other flags than this baseline's, one that was stopped early, or one without a model.
     """
     run = json.loads((run_dir / "run.json").read_text())
     rows = read_metrics(run_dir)
     check_ran(run_dir, run, rows, task, name)
-    trained = folders.complete(run_dir)[-1] / "model"
+    checkpoints = folders.complete(run_dir)
+    if not checkpoints:
+        raise errors.BadInput(f"{run_dir}: has no complete checkpoint, so there is no model to evaluate")
+    trained = checkpoints[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
     run.pop("launcher", None)  # names a folder of this machine
     if (task, name) in OFFLINE:
@@ -255,25 +268,43 @@ def add(run_dir: Path, task: str, name: str) -> None:
 
 def check_ran(run_dir: Path, run: dict, rows: list[dict], task: str, name: str) -> None:
     """Raises BadInput if a run had another command than the baseline that it is to become, or did not end."""
+    if (task, name) in CONTROLS:
+        raise errors.BadInput(f"{name} of {task} is made by several commands; use --run {name}")
     ran = list(run["argv"])
     for flag in ("--run-dir", "--output"):
         if flag in ran:
             place = ran.index(flag)
             del ran[place : place + 2]
     wanted = command(task, name, run["seed"])
-    if Path(ran[0]).name != Path(wanted[0]).name or sorted(ran[1:]) != sorted(wanted[1:]):
+    if Path(ran[0]).name != Path(wanted[0]).name or by_flag(ran[1:]) != by_flag(wanted[1:]):
         raise errors.BadInput(f"{run_dir} ran {' '.join(ran)}; the baseline {name} of {task} is {' '.join(wanted)}")
-    if (task, name) not in ENDED_BY_GUARD and rows[-1]["step"] != run["args"]["steps"]:
-        raise errors.BadInput(f"{run_dir} was stopped after step {rows[-1]['step']}; resume it first")
+    # The guard's exit code may also mean that the memory or the disk was full. Only the guard ends it at this step.
+    last = SILENT_STEPS if (task, name) in ENDED_BY_GUARD else run["args"]["steps"]
+    reached = rows[-1]["step"] if rows else 0
+    if reached != last:
+        raise errors.BadInput(f"{run_dir} was stopped after step {reached} of {last}; resume it first")
+
+
+def by_flag(words: list[str]) -> dict[str, list[str]]:
+    """The values of each flag. Of a flag that is given twice, the last one counts."""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            values[flag] = [value] if equals else []
+        else:
+            values[flag].append(word)
+    return values
 
 
 def control(task: str, name: str, seed: int, folder: str) -> None:
     """Run a control's commands, evaluate its model, and keep both ends of its curve."""
+    # Read first: if it is missing, that is known before hours of training.
+    initial = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
     began = time.perf_counter()
     for words in commands(task, name, seed):
         subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
-    initial = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
     ran = json.loads((Path(folder) / "run/run.json").read_text())
     run = {"seed": seed, "argv": commands(task, name, seed), "responses": OFFLINE[task, name], "evaluation": measured}
     run |= {"args": {}} | {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
@@ -347,17 +378,18 @@ def settings_of(run: dict) -> dict:
 
 
 def described(task: str, run: str) -> list[dict]:
-    """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed.
+    """The run.json of each seed. Their flags must be the same, or they are not one experiment.
 
-    And but for the token budget, whose default follows the memory. It only cuts micro-batches, on which the gradient
-    doesn't depend: like another processor, it changes a curve by rounding.
+    Except the seed, and the token budget, whose default follows the memory. It only cuts micro-batches, on which the
+    gradient doesn't depend: like another processor, it changes a curve by rounding.
     """
     files = sorted((BASELINES / task / run).glob("seed*.csv"))  # the CSV says that a run is done
     found = [json.loads(file.with_suffix(".json").read_text()) for file in files]
     args = [settings_of(each) for each in found]
     shared = set.intersection(*map(set, args)) - {"seed", "token_budget"}
-    if any(each[name] != args[0][name] for each in args for name in shared):
-        sys.exit(f"error: the seeds in baselines/{task}/{run} were run with different flags; run them again")
+    differing = [name for name in sorted(shared) if any(each[name] != args[0][name] for each in args)]
+    if differing:
+        sys.exit(f"error: the seeds in baselines/{task}/{run} have different flags: {', '.join(differing)}")
     return found
 
 
@@ -570,11 +602,18 @@ def check_names(args: Args) -> None:
     special = {name for task, name in (*RUNS, *OFFLINE, *CONTROLS) if task == args.task}
     algorithms = {file.stem for file in (ROOT / "algos").glob("[!_]*.py")}
     committed = {file.parent.name for file in (BASELINES / args.task).glob("*/seed*.csv")}
-    known = special | algorithms | committed | ({"start"} if args.task in STARTS else set())
-    for flag, names in (("run", args.run), ("flags", filter(None, [args.flags]))):
-        for name in names:
-            if name not in known:
-                raise errors.BadInput(f"--{flag} {name}: --task {args.task} has {', '.join(sorted(known))}")
+    known = special | algorithms | committed
+    trained = known | ({"start"} if args.task in STARTS else set())
+    for flag, given, names in (
+        ("run", args.run, trained),
+        ("flags", filter(None, [args.flags]), known),
+        ("name", filter(None, [args.name]), known),
+    ):
+        for name in given:
+            if name not in names:
+                raise errors.BadInput(f"--{flag} {name}: --task {args.task} has {', '.join(sorted(names))}")
+    if args.name and not args.add:
+        raise errors.BadInput(f"--name {args.name}: is for --add")
 
 
 def main(args: Args) -> None:
@@ -586,7 +625,8 @@ def main(args: Args) -> None:
         prepare(args.task, run)
         if run == "start":
             start(args.task)
-        for seed in args.seeds if run != "start" else []:
+            continue
+        for seed in args.seeds:
             train(args.task, run, seed)
     for folder in map(Path.resolve, map(Path, args.add)):  # other scripts run in ROOT
         run = json.loads((folder / "run.json").read_text())

@@ -266,9 +266,6 @@ class Cell:
 
 def run(cell: Cell, folder: Path) -> str:
     """Train and evaluate a cell, write its CSV and JSON, and say how it ended. Raises RuntimeError if it fails."""
-    if folder == COMMITTED and cell.is_baseline:
-        made_by = f"scripts/baselines.py with --task {cell.task} --run {cell.arm} --seeds {cell.seed}"
-        raise RuntimeError(f"it is a baseline, which is made by {made_by}")
     variant = ARMS[cell.arm].variant
     with tempfile.TemporaryDirectory() as scratch:
         rows, about, trained = train(cell, Path(scratch))
@@ -400,12 +397,13 @@ def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) 
 
 
 def verdict(claim: Claim, estimate: study.Estimate | None, seeds: int) -> str:
-    """The rule that was fixed before the runs. That it waits for all SEEDS was added after the first 21 runs.
+    """The verdict on a claim, by a rule that was fixed before the runs.
 
-    So nobody can stop when the answer pleases.
+    It waits for all SEEDS, so that nobody can stop when the answer pleases. (This was added after the first 21 runs.)
     "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
     smaller than what would matter. "less" is the mirror image. "equal": confirmed if the whole interval is within the
-    margin on both sides, otherwise refuted here if it excludes 0. All others are unresolved.
+    margin on both sides, otherwise refuted here if it excludes 0. All else is unresolved, also seeds that all differ by
+    the same: they have no interval.
     """
     if estimate is None or seeds < SEEDS[claim.task]:
         return f"{seeds} of {SEEDS[claim.task]} seeds"
@@ -568,14 +566,15 @@ def entropy_table(folder: Path) -> str:
         for run in runs.values():
             entropies = {int(row["step"]): row["train/entropy"] for row in run.rows if "train/entropy" in row}
             early += [entropies[15]] if 15 in entropies else []  # a step without an update has none
-            late.append(statistics.mean(entropy for step, entropy in entropies.items() if step > 20))
+            after_20 = [entropy for step, entropy in entropies.items() if step > 20]
+            late += [statistics.mean(after_20)] if after_20 else []  # a guard may have ended the run before
         lines.append(f"| {ARMS[arm].text()} | {extent(early)} | {extent(late)} |")
     return "\n".join(lines)
 
 
 def extent(values: list[float]) -> str:
     """The lowest and the highest: "0.11 to 0.12"."""
-    return f"{min(values):.2f} to {max(values):.2f}"
+    return f"{min(values):.2f} to {max(values):.2f}" if values else "none"
 
 
 def page_parts(folder: Path) -> dict[str, str]:
@@ -678,6 +677,8 @@ def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
 
 def main(args: Args) -> None:
     rows = check_rows(args.rows)
+    if not rows and (args.seeds or args.folder != Args.folder):
+        raise errors.BadInput("--seeds and --folder are for claims that are named; all others are shown as committed")
     failed = repeat(rows, args) if rows else 0
     if args.rebuild:
         rebuild()
@@ -692,6 +693,10 @@ def repeat(rows: tuple[str, ...], args: Args) -> int:
     study.check_jobs(args.jobs)
     folder = (ROOT / args.folder).resolve()
     missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
+    for cell in missing:
+        if folder == COMMITTED and cell.is_baseline:
+            command = f"scripts/baselines.py --task {cell.task} --run {cell.arm} --seeds {cell.seed}"
+            raise errors.BadInput(f"{cell}: is a baseline; make it first, with python {command}")
     if any(cell.arm == "one-problem" for cell in missing):
         write_one_problem()
     if any(cell.task == "reversal" for cell in missing):

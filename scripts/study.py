@@ -1,11 +1,11 @@
-"""What studies share: many runs that differ in one thing and in their seeds, and the statistics over the seeds.
+"""What studies share: starting many runs, keeping their results, and the statistics over seeds.
 
-scripts/staleness.py and scripts/claims.py are studies. A run has one thread and one core, and repeats bit for bit on
-the same kind of processor.
+claims.py, staleness.py and walkthrough.py are studies. baselines.py writes its runs, and takes its intervals, with it.
+A run of a study has one thread and one core, and repeats bit for bit on the same kind of processor.
 
-The unit of all intervals is the seed. They are Student's, of the mean over the seeds and of the mean difference of the
-same seeds. The functions of common/run/estimates.py that say how certain an accuracy is have problems as their unit.
-All runs of a study answer the same held-out problems, so these intervals say nothing about other problems.
+Intervals are Student's 95 % intervals with one value per seed: of a mean, or of the mean difference between runs of the
+same seed. All runs answer the same held-out problems, so these intervals say nothing about other problems. For that see
+common/run/estimates.py, where each problem is one value.
 """
 
 import csv
@@ -161,9 +161,9 @@ def result(run_dir: Path, exit_code: int, printed: str) -> tuple[list[dict], dic
 
 
 def write_run(file: Path, rows: list[dict], about: dict, columns: Sequence[str]) -> None:
-    """Write the JSON and the CSV of a run, which may replace an earlier one.
+    """Write the JSON and the CSV (`file`) of a run, which may replace an earlier one.
 
-    Both get their names only when both are whole. The CSV comes last: it says that the run is done.
+    Both get their names only when both are whole. The CSV comes last, because it says that the run is done.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     new_about = file.with_suffix(".json.unfinished")
@@ -174,12 +174,15 @@ def write_run(file: Path, rows: list[dict], about: dict, columns: Sequence[str])
         writer.writeheader()
         for row in rows:
             writer.writerow({name: f"{value:.6g}" for name, value in row.items()})
+    file.unlink(missing_ok=True)  # beside the new JSON an old CSV would pass as done
     new_about.replace(file.with_suffix(".json"))
     new_rows.replace(file)
 
 
 def check_jobs(jobs: int) -> None:
     """Raises BadInput if not every job can have a core of its own."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise errors.BadInput("a study needs Linux, which gives each run a core of its own")
     cores = len(usable_cores())
     if not 0 < jobs <= cores:
         raise errors.BadInput(f"--jobs {jobs}: each has a core of its own; use 1 to {cores}")

@@ -2,17 +2,20 @@
 
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from helpers import load
 
-from common.errors import BadInput
+from common.errors import BadInput, check_given_once
 
 claims = load("scripts/claims.py")
 study = claims.study
@@ -218,6 +221,11 @@ def test_entropies_are_those_of_the_seeds_that_differ_most(tmp_path):
     assert claims.entropy_table(tmp_path).splitlines()[2:] == ["| `grpo.py` | 0.00 to 0.20 | 0.00 to 0.10 |"]
 
 
+def test_an_arm_that_a_guard_ended_early_has_no_late_entropy(tmp_path):
+    finished(tmp_path, "grpo", dict.fromkeys(range(3), 0.5), task="sums", accuracy=[0.1] * 11, entropy=[1.0] * 11)
+    assert claims.entropy_table(tmp_path).splitlines()[2:] == ["| `grpo.py` | none | none |"]
+
+
 @pytest.mark.parametrize(
     "source, link",
     [
@@ -363,8 +371,8 @@ def test_a_baseline_of_sums_is_read_where_it_is_and_made_by_its_own_script(ended
     committed = claims.Cell("sums", "grpo", 0).file(claims.COMMITTED)
     assert committed == ROOT / "baselines/sums/grpo/seed0.csv" and committed.is_file()
     assert 0 in claims.read_runs(claims.COMMITTED, "sums", "grpo")
-    with pytest.raises(RuntimeError, match="baselines.py with --task sums --run grpo --seeds 7"):
-        claims.run(claims.Cell("sums", "grpo", 7), claims.COMMITTED)
+    with pytest.raises(BadInput, match="python scripts/baselines.py --task sums --run grpo --seeds 7$"):
+        claims.main(claims.Args(rows=("groups-sums",), seeds=(7,), folder=str(claims.COMMITTED)))
     claims.run(claims.Cell("sums", "grpo", 7), tmp_path)
     assert list(claims.read_runs(tmp_path, "sums", "grpo")) == [7], "from scratch, it is a run as any other"
 
@@ -396,12 +404,46 @@ def test_a_baseline_that_is_not_written_to_its_end_has_no_curve(monkeypatch, tmp
     assert json.loads(file.with_suffix(".json").read_text()) == {"seed": 3}, "the JSON of the curve that is there"
 
 
+def test_a_run_that_replaces_another_is_never_a_new_json_beside_an_old_curve(monkeypatch, tmp_path):
+    """Whoever is stopped between the two has no curve, and so no run."""
+    file = tmp_path / "seed0.csv"
+    study.write_run(file, [{"step": 1}], {"commit": "old"}, ["step"])
+    replace = Path.replace
+
+    def stopped(path, target):
+        if target == file:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        study.write_run(file, [{"step": 2}], {"commit": "new"}, ["step"])
+    assert "new" in file.with_suffix(".json").read_text() and not file.exists()
+
+
+def test_a_study_needs_a_system_that_binds_cores(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(BadInput, match="needs Linux"):
+        study.check_jobs(1)
+
+
+@pytest.mark.parametrize("args", [{"seeds": (0,)}, {"folder": "runs/mine"}])
+def test_flags_of_a_repetition_need_a_claim(args):
+    """What is shown without one is what is committed."""
+    with pytest.raises(BadInput, match="--seeds and --folder are for claims"):
+        claims.main(claims.Args(**args))
+
+
 @pytest.mark.parametrize(
     "args, says",
     [
         ({"task": "foo", "flags": "grpo"}, "--task foo: use one of arithmetic, "),
         ({"run": ("gpro",)}, "--run gpro: --task arithmetic has .*grpo, grpo-lora"),
-        ({"task": "sums", "flags": "grpo-lora"}, "--flags grpo-lora: --task sums has .*rejection.*start"),
+        ({"task": "sums", "flags": "grpo-lora"}, "--flags grpo-lora: --task sums has .*rejection"),
+        ({"task": "sums", "flags": "start"}, "--flags start: --task sums has "),
+        ({"task": "sums", "run": ("strat",)}, "--run strat: --task sums has .*start"),
+        ({"task": "sums", "add": ("runs/x",), "name": "grpo-lnog"}, "--name grpo-lnog: --task sums has .*grpo-long"),
+        ({"task": "sums", "name": "grpo-long"}, "--name grpo-long: is for --add"),
         ({"task": "gcd", "flags": "gpro"}, "--flags gpro: --task gcd has .*grpo"),
         ({"run": ("start",)}, "--run start: is for sums"),
         ({"task": "sums", "run": ("grpo-avx2",)}, "--run grpo-avx2: it is grpo on a CPU without"),
@@ -432,7 +474,12 @@ RAN = {"algorithm": "grpo", "seed": 0, "args": {"steps": 2, "seed": 0}}
         ("arithmetic", "grpo", ["--eval-every", "5", "--learning-rate", "1e-3"], 2, "ran algos/grpo.py .*1e-3"),
         ("arithmetic", "rloo", ["--eval-every", "5"], 2, "the baseline rloo of arithmetic is algos/rloo.py"),
         ("hybrid", "grpo", ["--eval-every", "5"], 2, "the baseline grpo of hybrid is"),
-        ("arithmetic", "grpo", ["--eval-every", "5"], 1, "was stopped after step 1"),
+        ("arithmetic", "grpo", ["--eval-every", "5"], 1, "was stopped after step 1 of 2"),
+        ("arithmetic", "grpo", ["--eval-every", "5"], -1, "was stopped after step 0 of 2"),  # before its first row
+        ("arithmetic", "grpo", ["--eval-every", "5"], 2, "has no complete checkpoint"),
+        ("sums", "dpo", [], 2, "dpo of sums is made by several commands; use --run dpo"),
+        # The guard's exit code, but after three steps: the memory was full.
+        ("calculator", "grpo-off", claims.baselines.flags("calculator", "grpo-off").split(), 3, "after step 3 of 20"),
     ],
 )
 def test_a_run_with_other_flags_becomes_no_baseline(monkeypatch, tmp_path, task, name, argv, last, says):
@@ -451,6 +498,45 @@ def test_the_order_of_a_runs_flags_does_not_matter(tmp_path):
     claims.baselines.check_ran(tmp_path, RAN | {"argv": argv}, [{"step": 2}], "arithmetic", "grpo")
 
 
+@pytest.mark.parametrize(
+    "words, wanted, same",
+    [
+        ("--a 1 --b 2 3", "--b 2 3 --a=1", True),
+        ("--a 32 --b 8", "--a 8 --b 32", False),
+        ("--a 2 --a 1", "--a 1", True),  # the last one counts
+        ("--a 2 --a 1", "--a 1 --a 2", False),
+        ("--b 2 3", "--b 3 2", False),
+        ("--a", "--a 1", False),
+    ],
+)
+def test_commands_are_compared_flag_by_flag(words, wanted, same):
+    assert (claims.baselines.by_flag(words.split()) == claims.baselines.by_flag(wanted.split())) == same
+
+
+@pytest.mark.parametrize("task, run", sorted(claims.baselines.RUNS))
+def test_a_baselines_command_is_one_that_its_file_takes(task, run):
+    words = claims.baselines.command(task, run, seed=0)
+    check_given_once(load(words[0]).Args(), words[1:])
+
+
+def test_a_trained_model_stays_until_its_results_are_kept(monkeypatch, tmp_path, capsys):
+    """Its evaluation may be killed after hours of training."""
+
+    def killed(*given):
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(claims.baselines.subprocess, "run", lambda *given, **named: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(claims.baselines, "add", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        claims.baselines.train("arithmetic", "grpo", 0)
+    (folder,) = tmp_path.iterdir()
+    assert str(folder / "run") in capsys.readouterr().out
+    monkeypatch.setattr(claims.baselines, "add", lambda *given: None)
+    claims.baselines.train("arithmetic", "grpo", 0)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 @pytest.mark.parametrize("flag, one_experiment", [("clip_high", False), ("token_budget", True), ("seed", True)])
 def test_seeds_of_a_row_have_the_same_flags(monkeypatch, tmp_path, flag, one_experiment):
     """Except those that change a result by rounding alone."""
@@ -461,7 +547,7 @@ def test_seeds_of_a_row_have_the_same_flags(monkeypatch, tmp_path, flag, one_exp
     if one_experiment:
         assert len(claims.baselines.described("sums", "grpo")) == 2
     else:
-        with pytest.raises(SystemExit, match="different flags"):
+        with pytest.raises(SystemExit, match="different flags: clip_high$"):
             claims.baselines.described("sums", "grpo")
 
 
