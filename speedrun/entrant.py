@@ -14,6 +14,9 @@ import runpy
 import socket
 import sys
 import threading
+import traceback
+from types import SimpleNamespace
+from typing import NoReturn
 
 from clock import Clock
 
@@ -48,7 +51,7 @@ class Wire:
 
 
 def reported(generate, wire: Wire, clock: Clock):
-    """generate() of an engine, which also tells the referee what it has sampled, before the entry sees it."""
+    """generate() of an engine, which also tells the referee what it has sampled. Only `done` sees responses before."""
 
     # Without functools.wraps, which would leave the engine's own generate() in an attribute.
     def generate_and_tell(engine, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
@@ -62,11 +65,23 @@ def reported(generate, wire: Wire, clock: Clock):
             done(index, [list(ids) for ids in token_ids], list(truncated))
 
         told = None if done is None else done_with_copies
-        rollout = generate(engine, [list(ids) for ids in prompts], n, temperature, max_tokens, seed, told)
+        try:
+            rollout = generate(engine, [list(ids) for ids in prompts], n, temperature, max_tokens, seed, told)
+        except BaseException:
+            # `done` may have shown samples to the entry. If that could catch this error, nobody would hear of them.
+            traceback.print_exc()
+            leave(1)
         wire.tell(prompts=prompts, responses=[list(ids) for ids in rollout.response_ids], flops=clock.flops)
         return rollout
 
     return generate_and_tell
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, with what it has printed. No code of the entry runs after that."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def values_of(flags: list[str]) -> dict[str, str]:
@@ -91,8 +106,9 @@ def with_the_flags_data(prepare, flags: list[str]):
             # Not getattr: a property could show the right data set now, and another one to prepare().
             if vars(args).get(name) != value:
                 raise RuntimeError(f"prepare(): {name} is {vars(args).get(name)!r}; the speedrun sets {value!r}")
-        if args.source.eval_dataset:
-            raise RuntimeError(f"prepare(): eval_dataset is {args.source.eval_dataset!r}; the speedrun has none")
+        held_out = vars(vars(args).get("source", SimpleNamespace())).get("eval_dataset")
+        if held_out != ():
+            raise RuntimeError(f"prepare(): eval_dataset is {held_out!r}; the speedrun sets ()")
         settings = prepare(args, *given, **named)
         # What counts is what prepare() has read.
         if settings.reward_names != right["reward"] or settings.model != start_model:
@@ -162,9 +178,7 @@ def main(address: str, file: str, flags: list[str]) -> None:
         runpy.run_path(file, run_name="__main__")
     wire.tell(done=True, flops=clock.flops)
     # A generator's `finally`, or what was registered for the end of the process, would compute after the clock.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 if __name__ == "__main__":

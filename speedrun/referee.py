@@ -243,7 +243,7 @@ def copy_weights(job: Job, folder: Path, weights: Path) -> None:
     """Copy the weights that the entry has left in `folder` to a new folder, whole or not at all. Raises Refused."""
     checkpoints = folders.complete(folder / "run")
     if not checkpoints:
-        raise Refused("the run has left no checkpoint")
+        raise Refused("the run has left no checkpoint: call run.end_step() in each step, and run.close() at the end")
     trained = checkpoints[-1] / "model"
     with tempfile.TemporaryDirectory() as scratch:
         if (trained / "adapter_model.safetensors").is_file():  # --lora-rank

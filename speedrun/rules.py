@@ -29,8 +29,9 @@ CURES = "what to write instead: speedrun/README.md, What is refused in a file"
 # Functions of torch with names like these: products that the clock does not see, and files.
 UNSEEN = ("fbgemm", "from_file")
 # Module that an entry may import -> what it may name there, besides modules of this table. Whatever else a module
-# shows is refused: most have imported others, and with them files, processes, numpy or the answers.
-# ALL: what a module of common/ defines itself, or what a module of torch shows that is no module.
+# shows is refused: most have imported others, and with them files, processes, numpy or the answers. A module of common/
+# has functions that load weights or start an engine without the checks of entrant.py, so only what files of algos/ and
+# records use is named. ALL: what a module of torch shows that is no module.
 ALL = None
 MODULES = {
     "collections": {"Counter", "OrderedDict", "defaultdict", "deque"},
@@ -78,22 +79,25 @@ MODULES = {
     "torch.utils": set(),
     "torch.utils.checkpoint": {"checkpoint"},
     "common": set(),
-    "common.errors": ALL,
-    "common.placement": ALL,
+    "common.errors": {"BadInput", "RunFailed", "say", "warn"},
+    "common.placement": {"World", "init"},
     "common.preflight": set(),
-    "common.preflight.flags": ALL,
+    "common.preflight.flags": {"EMBEDDED", "Flags", "launch"},
     "common.preflight.prepare": {"prepare"},
-    "common.preflight.ranges": ALL,
+    "common.preflight.ranges": {"Fraction", "LearningRate", "PositiveFraction", "Temperature"},
     "common.rollout": set(),
-    "common.rollout.engines": ALL,
+    "common.rollout.engines": {"start"},
     "common.run": set(),
-    "common.run.guards": ALL,
-    "common.run.job": ALL,
+    "common.run.guards": {"stop_unless_finite"},
+    "common.run.job": {"nothing_to_do", "start"},
     "common.run.sampling": {"Batch", "PromptSampler"},
     "common.trainer": set(),
-    "common.trainer.batching": ALL,
-    "common.trainer.model": ALL,
-    "common.weight_sync": ALL,
+    "common.trainer.batching": {"Compute", "MicroBatch", "after_prompts_of", "common_beginning", "pack", "split"},
+    "common.trainer.model": {
+        *("frozen_logprobs", "frozen_values", "load", "load_reference", "reshard", "response_logprobs"),
+        "response_values",
+    },
+    "common.weight_sync": {"push"},
 }
 # Functions that lead out of the file.
 NAMES = {"eval", "exec", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr"}
@@ -108,6 +112,7 @@ LEADS_OUT = {
     *("hub", "load_state_dict", "save_pretrained", "checkpoint", "package", "open", "unlink", "touch", "iterdir"),
     *("rename", "rmdir", "mkdir", "walk"),
     *("glob", "rglob", "symlink_to", "hardlink_to", "run_dir", "metrics_file", "outcomes", "json_lines", "folders"),
+    *("load", "saver"),  # of a run: they load checkpoints
     # the answers; asdict and astuple have them with the other fields of a prompt
     *("answer", "solution", "meta", "data", "tasks", "arithmetic", "sources", "rewards", "evaluation"),
     *("asdict", "astuple"),
@@ -176,7 +181,7 @@ def check_source(file: Path) -> None:
         if node in harmless:
             continue
         problem = problem_of_import(node) or problem_of_name(node, modules) or problem_of_change(node, own)
-        problem = problem or problem_of_annotation(node, modules, variables)
+        problem = problem or problem_of_class(node, modules) or problem_of_annotation(node, modules, variables)
         reserved = SAME if isinstance(node, ast.alias) else {*SAME, *modules}
         if not problem and node not in self_parameters and (taken := reserved & bound(node)):
             problem = f"gives {min(taken)} another meaning; name your own things otherwise"
@@ -223,15 +228,10 @@ def module_of(node: ast.AST, modules: dict[str, str]) -> str:
 def names_in(module: str) -> set[str]:
     """What an entry may name in a module of MODULES, without the modules in it."""
     names = MODULES[module]
-    if names is ALL and module.startswith("torch"):
+    if names is ALL:
         found = importlib.import_module(module)
         shown = getattr(found, "__all__", dir(found))
         names = {name for name in shown if not inspect.ismodule(getattr(found, name))} - LEADS_OUT
-    elif names is ALL:
-        body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
-        names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        assigned = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]
-        names |= {name for node in assigned for target in ast.iter_child_nodes(node) for name in bound(target)}
     return {name for name in names if not name.startswith("_")}
 
 
@@ -349,6 +349,20 @@ def defined(statement: ast.AST) -> set[str]:
     return names
 
 
+def problem_of_class(node: ast.AST, modules: dict[str, str]) -> str:
+    """Why this statement could make something else than a class, such as a string in an annotation. "" if it can't."""
+    if not isinstance(node, ast.ClassDef):
+        return ""
+    if node.keywords:
+        return f"class {node.name} has a keyword, {ast.unparse(node.keywords[0])}; leave it out"
+    for decorator in node.decorator_list:
+        maker = decorator.func if isinstance(decorator, ast.Call) else decorator
+        is_attribute = isinstance(maker, ast.Attribute) and maker.attr == "dataclass"
+        if not is_attribute or module_of(maker.value, modules) != "dataclasses":
+            return f"class {node.name} is decorated with {ast.unparse(maker)}; only @dataclasses.dataclass may be"
+    return ""
+
+
 def problem_of_annotation(node: ast.AST, modules: dict[str, str], variables: set[str]) -> str:
     """Why this annotation, or base of a class, is refused: tyro and pydantic run the strings in it as code. "" if not.
 
@@ -424,6 +438,8 @@ def nearest_diff(file: Path, commit: str) -> str:
     lines = file.read_text().splitlines()
     known = directory.git("ls-tree", "-r", "--name-only", commit, "algos/", "speedrun/records/").split()
     known = [name for name in known if re.fullmatch(r"algos/[^/]+\.py|speedrun/records/[^/]+/train\.py", name)]
+    # The commit may have the record itself, as one that was replayed and entered again.
+    known = [name for name in known if name != f"speedrun/records/{file.resolve().parent.name}/train.py"]
     siblings = {name: directory.git("show", f"{commit}:{name}") for name in known}
     if not siblings:  # no full git clone
         paths = sorted([*ROOT.glob("algos/[!_]*.py"), *ROOT.glob("speedrun/records/*/train.py")])

@@ -176,7 +176,10 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
         print(__doc__)
         return
     if len(words) < 2 or not words[1].endswith(".py"):
-        sys.exit(__doc__)
+        sys.exit(
+            "The first word is the record's name, or --try, and the second is the entry's file, as in\n"
+            "    python speedrun/run.py 0042-mine algos/mine.py --steps 160\n--help says more"
+        )
     name, file, *flags = words
     folder = RECORDS / name
     try:

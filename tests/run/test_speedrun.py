@@ -5,6 +5,7 @@ All runs here are of the embedded model, through the code that the speedrun uses
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -309,6 +310,19 @@ def test_two_new_records_do_not_hide_behind_each_other(monkeypatch):
     monkeypatch.setattr(directory, "git", lambda *words: known[words[0]])
     diff = rules.nearest_diff(ROOT / "speedrun/records/0001-merged/train.py", "c")
     assert diff.startswith("--- algos/grpo.py\n") and "def merge_equal" in diff
+
+
+def test_a_record_is_not_compared_with_itself(monkeypatch):
+    """The commit of 0001 has a file in 0001's folder, which may be nearly the same."""
+    record = ROOT / "speedrun/records/0001-merged"
+    texts = {"algos/grpo.py": GRPO.read_text()}
+    texts["speedrun/records/0001-merged/train.py"] = (record / "train.py").read_text()
+
+    def git(command: str, *words: str) -> str:
+        return "\n".join(texts) if command == "ls-tree" else texts[words[0].partition(":")[2]]
+
+    monkeypatch.setattr(directory, "git", git)
+    assert rules.nearest_diff(record / "train.py", "c").startswith("--- algos/grpo.py\n")
 
 
 def test_the_diff_is_printed_as_it_is(honest, monkeypatch, capsys):
@@ -656,6 +670,24 @@ def test_an_entry_that_grades_early_can_not_change_what_is_reported():
     assert told["prompts"] == [[9, 9]] and told["responses"] == [WRONG]
 
 
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_entry_that_has_seen_samples_ends_with_the_error_of_its_call(monkeypatch, capsys, error):
+    """It could catch the error of its own `done`, and nobody would have heard of the samples."""
+    seen = []
+
+    def done(index, token_ids, truncated):
+        seen.extend(token_ids)
+        raise error("seen")
+
+    def left(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", left)
+    with pytest.raises(SystemExit, match="1"):
+        sampled_by([[9, 9]], done=done)
+    assert seen == [WRONG] and "seen" in capsys.readouterr().err
+
+
 def test_an_environment_is_refused():
     """Its replies would run in threads, which the clock does not see, and would become a part of the responses."""
     with pytest.raises(RuntimeError, match="no environment"):
@@ -724,6 +756,12 @@ def test_the_data_of_a_run_is_no_property():
     prepare = entrant.with_the_flags_data(lambda args: prepared(), referee.forced_flags(JOB, 0))
     with pytest.raises(RuntimeError, match="dataset is None"):
         prepare(args)
+
+    class Another(SimpleNamespace):
+        source = property(lambda self: SimpleNamespace(eval_dataset=()))
+
+    with pytest.raises(RuntimeError, match="eval_dataset is None"):
+        prepare(Another(**ARGS))
     assert not hasattr(prepare, "__wrapped__"), "with it an entry would have the function that looks at nothing"
 
 
@@ -1139,11 +1177,11 @@ def test_what_learns_from_a_teacher_or_from_answers_may_not(name):
         ("import dataclasses as d\nd.make_dataclass('T', [])", "no use for .make_dataclass"),
         ("import math\nmath.sumprod([1], [2])", "no use for .sumprod of math"),
         ("import random\nrandom.shuffle(order)", "no use for .shuffle of random"),
-        ("from common.run import job\njob.torch.load('x')", "no use for .torch of common.run.job"),
+        ("from common.run import job\njob.torch.zeros(3)", "no use for .torch of common.run.job"),
         ("from common.run import job\njob.placement", "no use for .placement of common.run.job"),
         ("from common.run import job\njob.sampling.Prefetcher", "no use for"),
         ("from common.rollout import engines\nengines.vllm_engine", "no use for .vllm_engine"),
-        ("import torch.nn.functional as F\nF.torch.load('x')", "no use for .torch of torch.nn.functional"),
+        ("import torch.nn.functional as F\nF.torch.zeros(3)", "no use for .torch of torch.nn.functional"),
         ("import torch.nn.functional as F\nF.np.matmul", "no use for .np of torch.nn.functional"),
         ("from torch import PyTorchFileReader", "imports torch.PyTorchFileReader"),
         ("from torch import from_file", "imports torch.from_file"),
@@ -1208,6 +1246,20 @@ def test_what_learns_from_a_teacher_or_from_answers_may_not(name):
         ("coroutine.cr_frame", "no use for .cr_frame"),
         ("error.__traceback__", "no use for .__traceback__"),
         ("f.tb_frame", "no use for .tb_frame"),
+        # What a decorator or a metaclass makes of a class may be a string, which tyro would run in an annotation.
+        ("@spell\nclass Word: ...\nclass Args:\n    x: Word = 0", "Word is decorated with spell"),
+        ("import dataclasses\n@dataclasses.dataclass(spell)\n@spell()\nclass A: ...", "is decorated with spell"),
+        ("dataclass = spell\n@dataclass\nclass Word: ...", "is decorated with dataclass"),
+        ("class Word(metaclass=spell): ...\nclass Args:\n    x: Word = 0", "has a keyword, metaclass=spell"),
+        ("class Word(**{'metaclass': spell}): ...", "has a keyword"),
+        # Weights, checkpoints and engines by functions that entrant.py doesn't check.
+        ("from common.trainer import model\nmodel.read_weights(p, '/old', c)", "no use for .read_weights"),
+        ("from common.trainer.model import fill", "imports common.trainer.model.fill"),
+        ("from common.rollout import engines\nengines.start_in_process(c)", "no use for .start_in_process"),
+        ("from common import placement\nplacement.CONTAINER_LIMIT / '/old'", "no use for .CONTAINER_LIMIT"),
+        ("from common import placement\nplacement.rounded_products()", "no use for .rounded_products"),
+        ("run.load(folder)", "no use for .load"),
+        ("run.saver", "no use for .saver"),
         ("x = 1 +", "invalid syntax"),
         ("x = '\0'", "null"),
         (f"answers = '{'7' * rules.LONGEST}'", "bytes"),
@@ -1227,6 +1279,8 @@ def test_a_file_that_reaches_for_answers_or_for_the_clock_is_refused(tmp_path, l
         "batch.response_mask &= graded\nbatch.baseline = 1\n",
         "class Sums:\n    def loss(self, model, reward=0):\n        return model.f_score + reward.tb_rate",
         "class Names:\n    all = [reward for reward in (1, 2)]",
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Pair:\n    x: int = 0",
+        "from common.trainer import model\npolicy = model.load(settings.model, world)",
         "from torch.nn.utils.rnn import pad_sequence\nimport torch\ntorch.is_grad_enabled()",
         "from common import errors\nraise errors.BadInput('x')",
         "import torch.utils.checkpoint\ntorch.utils.checkpoint.checkpoint(layer, x)",
