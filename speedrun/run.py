@@ -77,30 +77,41 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
         # A copy: the file may be edited while it runs, and all seeds must run the same.
         (unfinished / "train.py").write_bytes(source)
         for seed in job.seeds:
-            claims, weights = seeds.get(str(seed), {}), unfinished / f"seed{seed}.weights"
-            if "right" in claims:
-                errors.say(f"seed {seed} is done already; {unfinished} has it")
-            elif claims and weights.is_dir() and referee.digest_of(weights) == claims["weights"]:
-                errors.say(f"seed {seed} is trained already; {weights} has its weights")
-            else:
-                errors.say(f"seed {seed}")
-                remove(weights)  # of a training whose claims were not kept
-                outcome = referee.train(job, unfinished / "train.py", flags, seed, weights)
-                check_unchanged(job, about)
-                write_csv(unfinished / f"seed{seed}.csv", outcome)
-                claims = outcome.claims
-                keep_seeds(unfinished, begun, seeds | {str(seed): claims})
-            if "right" not in claims:
-                seeds[str(seed)] = claims | referee.examine(job, weights)
-                check_unchanged(job, about)
-                keep_seeds(unfinished, begun, seeds)
-            remove(weights)  # also if a call that was cut off has left them
+            complete_seed(job, unfinished, begun, seeds, seed)
         flops = max(claims["flops"] for claims in seeds.values())
         record = begun | {"flops": flops, "seeds": seeds}
         folders.write(unfinished / "record.json", json.dumps(record, indent=2) + "\n")
         unfinished.rename(folder)
     (folder / SO_FAR).unlink()
     return record
+
+
+def complete_seed(job: Job, unfinished: Path, begun: dict, seeds: dict[str, dict], seed: int) -> None:
+    """Train and evaluate a seed, or what of it an earlier call has not done. Its claims are then in `seeds` and on the
+    disk. begun, seeds: as in seeds_so_far. Raises Refused.
+    """
+    name, weights = str(seed), unfinished / f"seed{seed}.weights"  # the weights stay until they are evaluated
+    claims = seeds.get(name, {})
+    evaluated = "right" in claims
+    trained = bool(claims) and weights.is_dir() and referee.digest_of(weights) == claims["weights"]
+    if evaluated:
+        errors.say(f"seed {seed} is done already; {unfinished} has it")
+    elif trained:
+        errors.say(f"seed {seed} is trained already; {weights} has its weights")
+    else:
+        errors.say(f"seed {seed}")
+        remove(weights)  # of a training whose claims were not kept
+        outcome = referee.train(job, unfinished / "train.py", begun["flags"], seed, weights)
+        check_unchanged(job, begun)
+        write_csv(unfinished / f"seed{seed}.csv", outcome)
+        seeds[name] = outcome.claims
+        keep_seeds(unfinished, begun, seeds)
+    if not evaluated:
+        measured = referee.examine(job, weights)
+        check_unchanged(job, begun)
+        seeds[name] = seeds[name] | measured
+        keep_seeds(unfinished, begun, seeds)
+    remove(weights)  # also if a call that was cut off has left them
 
 
 @contextlib.contextmanager
@@ -123,11 +134,11 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def check_unchanged(job: Job, about: dict) -> None:
+def check_unchanged(job: Job, begun: dict) -> None:
     """Raises Refused if code or machine are no longer those that the run began with."""
-    now = machine(job)
-    if changed := [name for name in about if now[name] != about[name]]:
-        raise Refused(f"changed while it ran: {', '.join(changed)}; restore it, and run the same command again")
+    changed = [f"{name} was {begun[name]}, and is {now}" for name, now in machine(job).items() if now != begun[name]]
+    if changed:
+        raise Refused(f"changed while it ran: {'; '.join(changed)}. Restore it, and run the same command again")
 
 
 def keep_seeds(unfinished: Path, begun: dict, seeds: dict[str, dict]) -> None:

@@ -18,6 +18,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import referee
 import rules
@@ -41,28 +42,36 @@ class Args:
     table: bool = False  # Write the table.
 
 
+# What run.py writes into record.json, and of each seed into its "seeds".
+OF_A_RECORD = {"train.py": str, "flags": list, "flops": int, "seeds": dict, "hardware": dict, "start_model": str}
+OF_A_RECORD |= {"versions": dict, "uncommitted_changes": bool}
+OF_A_SEED = dict.fromkeys(("flops", "right", "rollouts", "responses", "tokens", "seconds"), int)
+OF_A_SEED |= dict.fromkeys(("low", "high", "accuracy"), float)
+OF_A_SEED |= dict.fromkeys(("digest", "weights", "solved"), str)
+IN_JSON = {str: "a string", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
+IN_JSON |= {bool: "true or false"}
+
+
+def check_kinds(contents: Any, kinds: dict[str, type], what: str) -> None:
+    """Refuse contents of record.json that lack something. what: it is, for the message. Raises Refused."""
+    if not isinstance(contents, dict):
+        raise Refused(f"record.json: {what} is not an object")
+    for name, kind in kinds.items():
+        if not isinstance(contents.get(name), int | float if kind is float else kind):
+            raise Refused(f'record.json: "{name}" of {what} must be {IN_JSON[kind]}, and is {contents.get(name)!r}')
+
+
 def read(folder: Path) -> dict:
     """record.json. Raises Refused if it lacks something that run.py writes."""
     try:
         record = json.loads((folder / "record.json").read_text())
     except (OSError, ValueError) as error:
         raise Refused(f"record.json: {error}") from None
-    kinds = {"train.py": str, "flags": list, "flops": int, "seeds": dict, "hardware": dict, "start_model": str}
-    kinds |= {"versions": dict, "uncommitted_changes": bool}
-    for name, kind in kinds.items():
-        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
-            raise Refused(f'record.json: "{name}" is missing, or of another kind than {kind.__name__}')
+    check_kinds(record, OF_A_RECORD, "the record")
     if not all(isinstance(word, str) for word in record["flags"]):
-        raise Refused("record.json: a flag is not a text")
+        raise Refused("record.json: a flag is not a string")
     for seed, claims in record["seeds"].items():
-        if not isinstance(claims, dict):
-            raise Refused(f"record.json: what it says of seed {seed} is no object")
-        kinds = dict.fromkeys(("flops", "right", "rollouts", "responses", "tokens"), int)
-        kinds |= dict.fromkeys(("low", "high", "accuracy", "seconds"), int | float)
-        kinds |= dict.fromkeys(("digest", "weights", "solved"), str)
-        for name, kind in kinds.items():
-            if not isinstance(claims.get(name), kind):
-                raise Refused(f'record.json: "{name}" of seed {seed} is missing, or of another kind than {kind}')
+        check_kinds(claims, OF_A_SEED, f"seed {seed}")
     return record
 
 
@@ -97,7 +106,8 @@ def check(job: Job, folder: Path) -> dict:
     if hashlib.sha256((folder / "train.py").read_bytes()).hexdigest() != record["train.py"]:
         raise Refused("train.py: it is not the file that record.json names; it was changed after the run")
     if list(record["seeds"]) != [str(seed) for seed in job.seeds]:
-        raise Refused(f"record.json: the seeds are {', '.join(record['seeds'])}, not {job.seeds}")
+        found, wanted = ", ".join(record["seeds"]) or "none", ", ".join(map(str, job.seeds))
+        raise Refused(f"record.json has seeds {found}; a record has {wanted}")
     for seed, claims in record["seeds"].items():
         rows = read_csv(folder / f"seed{seed}.csv")
         if not 0 <= claims["right"] <= job.held_out:
@@ -111,9 +121,9 @@ def check(job: Job, folder: Path) -> dict:
     if len({claims["digest"] for claims in record["seeds"].values()}) < len(job.seeds):
         raise Refused("record.json: two seeds have the same digest, so the file does not heed --seed")
     if record["flops"] != max(claims["flops"] for claims in record["seeds"].values()):
-        raise Refused("record.json: flops are not the most of its seeds")
+        raise Refused("record.json: its FLOPs are not those of the seed that took the most")
     if not record.get("commit") or record["uncommitted_changes"]:
-        raise Refused("record.json: the run's code is no commit")
+        raise Refused("record.json: the code that ran was not committed; commit or stash it, and run the record again")
     check_commit(record["commit"])
     return record
 

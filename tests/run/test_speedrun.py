@@ -207,18 +207,18 @@ def edit(folder: Path, old: str, new: str) -> None:
         (lambda folder: claim(folder, right=JOB.held_out), "accuracy"),
         (lambda folder: claim(folder, low=0.9), "low 0.9"),
         (lambda folder: claim(folder, flops=1), "fewer FLOPs"),
-        (lambda folder: change(folder, flops=1), "not the most"),
-        (lambda folder: change(folder, seeds={}), "the seeds are"),
-        (lambda folder: change(folder, seeds={"0": "all right"}), "of seed 0 is no object"),
-        (lambda folder: claim(folder, right=150.5), '"right" of seed 0 is missing, or of another kind'),
-        (lambda folder: claim(folder, digest=None), '"digest" of seed 0 is missing'),
-        (lambda folder: change(folder, versions=None), '"versions" is missing'),
+        (lambda folder: change(folder, flops=1), "not those of the seed that took the most"),
+        (lambda folder: change(folder, seeds={}), "has seeds none; a record has 0"),
+        (lambda folder: change(folder, seeds={"0": "all right"}), "seed 0 is not an object"),
+        (lambda folder: claim(folder, right=150.5), '"right" of seed 0 must be a whole number, and is 150.5'),
+        (lambda folder: claim(folder, digest=None), '"digest" of seed 0 must be a string, and is None'),
+        (lambda folder: change(folder, versions=None), '"versions" of the record must be an object'),
         (lambda folder: edit_csv(folder, "digest", "digets"), "its columns are not"),
-        (lambda folder: change(folder, seeds=["0"]), '"seeds" is missing'),
-        (lambda folder: change(folder, flags=[3]), "a flag is not a text"),
+        (lambda folder: change(folder, seeds=["0"]), '"seeds" of the record must be an object'),
+        (lambda folder: change(folder, flags=[3]), "a flag is not a string"),
         (lambda folder: claim(folder, right=999, **referee.interval(999, JOB.held_out)), "right 999, of 300"),
         (lambda folder: change(folder, flags=["--eval-prompts", "8"]), "--eval-prompts"),
-        (lambda folder: change(folder, uncommitted_changes=True), "no commit"),
+        (lambda folder: change(folder, uncommitted_changes=True), "was not committed"),
         (lambda folder: change(folder, commit="--batch"), "'--batch' is not the full name of a commit"),
         (lambda folder: change(folder, commit=7), "7 is not the full name of a commit"),
         (lambda folder: change(folder, commit="0" * 40), f"commit {'0' * 40} is not in this repository; git fetch"),
@@ -539,7 +539,7 @@ def test_changes_count_in_all_code_that_a_record_depends_on(monkeypatch, tmp_pat
 def test_code_that_changed_while_it_ran_is_named(at_once, monkeypatch, tmp_path, commits):
     commits = iter(commits)
     monkeypatch.setattr(run, "machine", lambda job: {"commit": next(commits), "cores": 2})
-    with pytest.raises(Refused, match="changed while it ran: commit;"):
+    with pytest.raises(Refused, match="changed while it ran: commit was a, and is b"):
         run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
 
 
