@@ -146,6 +146,7 @@ class Measure:
 
     label: str
     of: Callable[[Run], float]
+    margin: float = 0.02  # the smallest difference that would matter
     scale: float = 100  # of the table: 100 shows a share as percent
     digits: int = 1
 
@@ -162,8 +163,8 @@ MEASURES = {
     "sampled": Measure("mean@8, %", lambda run: run.about["evaluation"]["sampled"]),
     "pass@8": Measure("pass@8, %", lambda run: run.about["evaluation"]["pass@8"]),
     "greedy": Measure("greedy, %", lambda run: run.about["evaluation"]["greedy"]),
-    "entropy": Measure("entropy, nats", lambda run: run.last("train/entropy", 0.5), scale=1, digits=3),
-    "length": Measure("tokens", lambda run: run.last("response/length_mean", 0.2), scale=1, digits=2),
+    "entropy": Measure("entropy, nats", lambda run: run.last("train/entropy", 0.5), 0.01, scale=1, digits=3),
+    "length": Measure("tokens", lambda run: run.last("response/length_mean", 0.2), 0.5, scale=1, digits=2),
 }
 # The page shows these for every row that has a control. The verdict is by the claim's own measure alone.
 SHOWN = ("greedy", "sampled", "pass@8")
@@ -183,57 +184,58 @@ class Claim:
     control: str  # "": the arm's own model before training, by its greedy accuracy
     measure: str
     expected: Literal["more", "less", "equal"]  # what the paper expects of the arm, compared with the control
-    margin: float  # the smallest difference that would matter, in the measure's own unit
     task: str = "arithmetic"
 
+    @property
+    def margin(self) -> float:
+        return MEASURES[self.measure].margin
 
+
+# Name of a claim: its source, arm, control, measure, and what the paper expects.
 CLAIMS = {
-    "leave-one-out": Claim("Dr. GRPO, 2503.20783, app. A", "rloo", "group-mean", "sampled", "equal", 0.02),
-    "std": Claim("Dr. GRPO, 2503.20783, 3.1", "no-std", "grpo", "sampled", "more", 0.02),
-    "length": Claim("Dr. GRPO, 2503.20783, 3.1", "dr_grpo", "no-std", "length", "less", 0.5),
-    "token-mean": Claim("DAPO, 2503.14476, 3.3", "token-mean", "grpo", "sampled", "more", 0.02),
-    "clip-higher": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "entropy", "more", 0.01),
-    "zero-variance": Claim("ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more", 0.02),
-    "sequence-ratio": Claim("GSPO, 2507.18071, 4", "gspo-four-epochs", "four-epochs", "sampled", "more", 0.02),
+    "leave-one-out": Claim("Dr. GRPO, 2503.20783, app. A", "rloo", "group-mean", "sampled", "equal"),
+    "std": Claim("Dr. GRPO, 2503.20783, 3.1", "no-std", "grpo", "sampled", "more"),
+    "length": Claim("Dr. GRPO, 2503.20783, 3.1", "dr_grpo", "no-std", "length", "less"),
+    "token-mean": Claim("DAPO, 2503.14476, 3.3", "token-mean", "grpo", "sampled", "more"),
+    "clip-higher": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "entropy", "more"),
+    "zero-variance": Claim("ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more"),
+    "sequence-ratio": Claim("GSPO, 2507.18071, 4", "gspo-four-epochs", "four-epochs", "sampled", "more"),
     "lora": Claim(
         "LoRA Without Regret, https://thinkingmachines.ai/blog/lora/, Reinforcement learning",
         "lora-1",
         "grpo",
         "sampled",
         "equal",
-        0.02,
     ),
-    "pairs": Claim("It Takes Two, 2510.00977, abstract", "pairs", "grpo", "sampled", "equal", 0.02),
-    "critic": Claim(
-        "VAPO, 2504.05118, abstract", "ppo-one-response", "reinforce-one-response", "sampled", "more", 0.02
-    ),
-    "delight": Claim("Delightful PG, 2603.14608, abstract", "delight-gate", "grpo", "sampled", "more", 0.02),
-    "random-reward": Claim("Spurious Rewards, 2506.10947, abstract", "random-reward", "", "greedy", "more", 0.02),
-    "one-problem": Claim("1-shot RLVR, 2504.20571, abstract", "one-problem", "", "greedy", "more", 0.02),
-    "max-rl": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", 0.02, task="maze"),
-    "negatives": Claim("NSR, 2506.01347, abstract", "negative-only", "grpo", "pass@8", "more", 0.02, task="maze"),
-    "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="maze"),
-    "kl": Claim("ProRL, 2505.24864, abstract", "kl", "grpo", "pass@8", "more", 0.02, task="maze"),
-    "tpo": Claim("TPO, 2604.06159, 3.6", "tpo", "grpo", "sampled", "more", 0.02, task="reversal"),
-    "kl-sparse": Claim("TPO, 2604.06159, 3.6", "kl", "grpo", "sampled", "more", 0.02, task="reversal"),
-    "max-rl-sums": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", 0.02, task="sums"),
+    "pairs": Claim("It Takes Two, 2510.00977, abstract", "pairs", "grpo", "sampled", "equal"),
+    "critic": Claim("VAPO, 2504.05118, abstract", "ppo-one-response", "reinforce-one-response", "sampled", "more"),
+    "delight": Claim("Delightful PG, 2603.14608, abstract", "delight-gate", "grpo", "sampled", "more"),
+    "random-reward": Claim("Spurious Rewards, 2506.10947, abstract", "random-reward", "", "greedy", "more"),
+    "one-problem": Claim("1-shot RLVR, 2504.20571, abstract", "one-problem", "", "greedy", "more"),
+    "max-rl": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", task="maze"),
+    "negatives": Claim("NSR, 2506.01347, abstract", "negative-only", "grpo", "pass@8", "more", task="maze"),
+    "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", task="maze"),
+    "kl": Claim("ProRL, 2505.24864, abstract", "kl", "grpo", "pass@8", "more", task="maze"),
+    "tpo": Claim("TPO, 2604.06159, 3.6", "tpo", "grpo", "sampled", "more", task="reversal"),
+    "kl-sparse": Claim("TPO, 2604.06159, 3.6", "kl", "grpo", "sampled", "more", task="reversal"),
+    "max-rl-sums": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", task="sums"),
     "delight-sums": Claim(
-        "Delightful PG, 2603.14608, abstract", "delight-gate", "grpo", "sampled", "more", 0.02, task="sums"
+        "Delightful PG, 2603.14608, abstract", "delight-gate", "grpo", "sampled", "more", task="sums"
     ),
-    "bonus-sums": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="sums"),
-    "clip-higher-sums": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "sampled", "more", 0.02, task="sums"),
-    "temperature-sums": Claim("ProRL, 2505.24864, setup", "temperature", "grpo", "sampled", "more", 0.02, task="sums"),
-    "groups-sums": Claim("ours", "groups-of-16", "grpo", "sampled", "more", 0.02, task="sums"),
-    "rate-sums": Claim("ours", "half-rate", "grpo", "sampled", "more", 0.02, task="sums"),
-    "filter-sums": Claim(
-        "ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more", 0.02, task="sums"
-    ),
+    "bonus-sums": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", task="sums"),
+    "clip-higher-sums": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "sampled", "more", task="sums"),
+    "temperature-sums": Claim("ProRL, 2505.24864, setup", "temperature", "grpo", "sampled", "more", task="sums"),
+    "groups-sums": Claim("ours", "groups-of-16", "grpo", "sampled", "more", task="sums"),
+    "rate-sums": Claim("ours", "half-rate", "grpo", "sampled", "more", task="sums"),
+    "filter-sums": Claim("ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more", task="sums"),
 }
 
 
 @dataclasses.dataclass
 class Args:
-    rows: tyro.conf.Positional[tuple[str, ...]] = ()  # Claims to repeat. "sums": all on it. "embedded": all others.
+    claims: tyro.conf.Positional[
+        tuple[str, ...]
+    ] = ()  # Claims to run. "sums": all on that task. "embedded": all others.
     seeds: tuple[int, ...] = ()  # Default: 0 to 4, and 0 to 2 for sums.
     jobs: int = 1  # Runs at a time, each on a core of its own.
     folder: str = "runs/claims"  # Where the runs are kept. Those that are there are skipped.
@@ -610,7 +612,7 @@ def draw(folder: Path, file: Path) -> None:
     axis = figure.subplots()
     left, right = 1.45 / pictures.WIDTH, 1 - 0.95 / pictures.WIDTH
     figure.subplots_adjust(left=left, right=right, bottom=FOOT / height, top=1 - HEAD / height)
-    (margin,) = {100 * CLAIMS[name].margin for name in shown}
+    margin = 100 * MEASURES["sampled"].margin
     axis.axvspan(-margin, margin, color="0.93")
     axis.axvline(0, color=pictures.GREY, linewidth=0.8)
     for place, (estimate, said) in enumerate(shown.values()):
@@ -648,25 +650,25 @@ def rebuild() -> None:
     draw(COMMITTED, PICTURE)
 
 
-def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:
+def check_claims(asked: tuple[str, ...]) -> tuple[str, ...]:
     """The claims that are asked for. Raises BadInput for a name that does not exist."""
     groups = {
         "embedded": [name for name, claim in CLAIMS.items() if claim.task != "sums"],
         "sums": [name for name, claim in CLAIMS.items() if claim.task == "sums"],
     }
     names = []
-    for row in rows:
-        if row not in CLAIMS and row not in groups:
-            raise errors.BadInput(f'"{row}" is not a claim; use embedded, sums, or {", ".join(CLAIMS)}')
-        names += groups.get(row, [row])
+    for name in asked:
+        if name not in CLAIMS and name not in groups:
+            raise errors.BadInput(f'"{name}" is not a claim; use embedded, sums, or {", ".join(CLAIMS)}')
+        names += groups.get(name, [name])
     return tuple(names)
 
 
-def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
+def cells(names: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
     """The runs of some claims, each once. A seed of all arms comes before the next, so half a study says something."""
     ordered: dict[Cell, None] = {}  # keys without values: several claims share an arm, which runs once
     for seed in seeds or range(max(SEEDS.values())):
-        for name in rows:
+        for name in names:
             claim = CLAIMS[name]
             if not seeds and seed >= SEEDS[claim.task]:
                 continue
@@ -676,23 +678,23 @@ def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
 
 
 def main(args: Args) -> None:
-    rows = check_rows(args.rows)
-    if not rows and (args.seeds or args.folder != Args.folder):
+    names = check_claims(args.claims)
+    if not names and (args.seeds or args.folder != Args.folder):
         raise errors.BadInput("--seeds and --folder are for claims that are named; all others are shown as committed")
-    failed = repeat(rows, args) if rows else 0
+    failed = repeat(names, args) if names else 0
     if args.rebuild:
         rebuild()
-    if not rows:
+    if not names:
         print(table(COMMITTED))
     if failed:
         sys.exit(f"error: {failed} runs failed; the same command repeats them")
 
 
-def repeat(rows: tuple[str, ...], args: Args) -> int:
+def repeat(names: tuple[str, ...], args: Args) -> int:
     """Run what is missing of some claims, and print their table. Returns how many runs have failed."""
     study.check_jobs(args.jobs)
     folder = (ROOT / args.folder).resolve()
-    missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
+    missing = [cell for cell in cells(names, args.seeds) if not cell.file(folder).is_file()]
     for cell in missing:
         if folder == COMMITTED and cell.is_baseline:
             command = f"scripts/baselines.py --task {cell.task} --run {cell.arm} --seeds {cell.seed}"
@@ -702,7 +704,7 @@ def repeat(rows: tuple[str, ...], args: Args) -> int:
     if any(cell.task == "reversal" for cell in missing):
         make_reversal()
     failed = study.run_all(missing, lambda cell: run(cell, folder), args.jobs)
-    print(table(folder, rows))
+    print(table(folder, names))
     return failed
 
 

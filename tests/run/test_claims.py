@@ -26,7 +26,7 @@ def estimate(low: float, high: float):
 
 
 def claim(expected: str, **changes):
-    return claims.Claim("a paper", "rloo", "grpo", "sampled", expected, margin=0.02, **changes)
+    return claims.Claim("a paper", "rloo", "grpo", "sampled", expected, **changes)
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,11 @@ def test_sums_has_three_seeds_and_the_embedded_tasks_have_five_unless_seeds_are_
 
 
 def test_rows_are_claims_or_all_of_a_kind_of_task():
-    assert claims.check_rows(("std", "lora")) == ("std", "lora")
-    embedded, sums = claims.check_rows(("embedded",)), claims.check_rows(("sums",))
+    assert claims.check_claims(("std", "lora")) == ("std", "lora")
+    embedded, sums = claims.check_claims(("embedded",)), claims.check_claims(("sums",))
     assert embedded + sums == tuple(claims.CLAIMS) and "kl" in embedded and "rate-sums" in sums
     with pytest.raises(BadInput, match='"kal" is not a claim; use embedded, sums, or leave-one-out, std'):
-        claims.check_rows(("std", "kal"))
+        claims.check_claims(("std", "kal"))
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def test_a_baseline_of_sums_is_read_where_it_is_and_made_by_its_own_script(ended
     assert committed == ROOT / "baselines/sums/grpo/seed0.csv" and committed.is_file()
     assert 0 in claims.read_runs(claims.COMMITTED, "sums", "grpo")
     with pytest.raises(BadInput, match="python scripts/baselines.py --task sums --run grpo --seeds 7$"):
-        claims.main(claims.Args(rows=("groups-sums",), seeds=(7,), folder=str(claims.COMMITTED)))
+        claims.main(claims.Args(claims=("groups-sums",), seeds=(7,), folder=str(claims.COMMITTED)))
     claims.run(claims.Cell("sums", "grpo", 7), tmp_path)
     assert list(claims.read_runs(tmp_path, "sums", "grpo")) == [7], "from scratch, it is a run as any other"
 
