@@ -270,14 +270,17 @@ def check_ran(run_dir: Path, run: dict, rows: list[dict], task: str, name: str) 
     """Raises BadInput if a run had another command than the baseline that it is to become, or did not end."""
     if (task, name) in CONTROLS:
         raise errors.BadInput(f"{name} of {task} is made by several commands; use --run {name}")
-    ran = list(run["argv"])
+    file, *words = run["argv"]
+    ran = by_flag(words)
     for flag in ("--run-dir", "--output"):
-        if flag in ran:
-            place = ran.index(flag)
-            del ran[place : place + 2]
+        ran.pop(flag, None)
+    if ran.get("--resume") == ["auto"]:  # it was stopped, and has gone on bit for bit
+        del ran["--resume"]
     wanted = command(task, name, run["seed"])
-    if Path(ran[0]).name != Path(wanted[0]).name or by_flag(ran[1:]) != by_flag(wanted[1:]):
-        raise errors.BadInput(f"{run_dir} ran {' '.join(ran)}; the baseline {name} of {task} is {' '.join(wanted)}")
+    if Path(file).name != Path(wanted[0]).name or ran != by_flag(wanted[1:]):
+        raise errors.BadInput(
+            f"{run_dir} ran {' '.join(run['argv'])}; the baseline {name} of {task} is {' '.join(wanted)}"
+        )
     # The guard's exit code may also mean that the memory or the disk was full. Only the guard ends it at this step.
     last = SILENT_STEPS if (task, name) in ENDED_BY_GUARD else run["args"]["steps"]
     reached = rows[-1]["step"] if rows else 0
@@ -380,13 +383,14 @@ def settings_of(run: dict) -> dict:
 def described(task: str, run: str) -> list[dict]:
     """The run.json of each seed. Their flags must be the same, or they are not one experiment.
 
-    Except the seed, and the token budget, whose default follows the memory. It only cuts micro-batches, on which the
-    gradient doesn't depend: like another processor, it changes a curve by rounding.
+    Except the seed, whether the run was stopped and resumed, and the token budget, whose default follows the memory. It
+    only cuts micro-batches, on which the gradient doesn't depend: like another processor, it changes a curve by
+    rounding.
     """
     files = sorted((BASELINES / task / run).glob("seed*.csv"))  # the CSV says that a run is done
     found = [json.loads(file.with_suffix(".json").read_text()) for file in files]
     args = [settings_of(each) for each in found]
-    shared = set.intersection(*map(set, args)) - {"seed", "token_budget"}
+    shared = set.intersection(*map(set, args)) - {"seed", "resume", "token_budget"}
     differing = [name for name in sorted(shared) if any(each[name] != args[0][name] for each in args)]
     if differing:
         sys.exit(f"error: the seeds in baselines/{task}/{run} have different flags: {', '.join(differing)}")

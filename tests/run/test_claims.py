@@ -472,6 +472,13 @@ RAN = {"algorithm": "grpo", "seed": 0, "args": {"steps": 2, "seed": 0}}
     "task, name, argv, last, says",
     [
         ("arithmetic", "grpo", ["--eval-every", "5", "--learning-rate", "1e-3"], 2, "ran algos/grpo.py .*1e-3"),
+        (
+            "arithmetic",
+            "grpo",
+            ["--eval-every", "5", "--resume", "elsewhere/step_000001"],
+            2,
+            "ran algos/grpo.py .*--resume",
+        ),
         ("arithmetic", "rloo", ["--eval-every", "5"], 2, "the baseline rloo of arithmetic is algos/rloo.py"),
         ("hybrid", "grpo", ["--eval-every", "5"], 2, "the baseline grpo of hybrid is"),
         ("arithmetic", "grpo", ["--eval-every", "5"], 1, "was stopped after step 1 of 2"),
@@ -493,8 +500,9 @@ def test_a_run_with_other_flags_becomes_no_baseline(monkeypatch, tmp_path, task,
     assert not (tmp_path / "baselines").exists()
 
 
-def test_the_order_of_a_runs_flags_does_not_matter(tmp_path):
-    argv = ["/elsewhere/algos/grpo.py", "--seed", "0", "--run-dir", "runs/x", "--eval-every", "5"]
+@pytest.mark.parametrize("more", [[], ["--resume", "auto"], ["--output", "runs/model"]])
+def test_the_order_of_a_runs_flags_and_a_stop_do_not_matter(tmp_path, more):
+    argv = ["/elsewhere/algos/grpo.py", "--seed", "0", "--run-dir", "runs/x", "--eval-every", "5", *more]
     claims.baselines.check_ran(tmp_path, RAN | {"argv": argv}, [{"step": 2}], "arithmetic", "grpo")
 
 
@@ -537,12 +545,14 @@ def test_a_trained_model_stays_until_its_results_are_kept(monkeypatch, tmp_path,
     assert list(tmp_path.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize("flag, one_experiment", [("clip_high", False), ("token_budget", True), ("seed", True)])
+@pytest.mark.parametrize(
+    "flag, one_experiment", [("clip_high", False), ("token_budget", True), ("resume", True), ("seed", True)]
+)
 def test_seeds_of_a_row_have_the_same_flags(monkeypatch, tmp_path, flag, one_experiment):
     """Except those that change a result by rounding alone."""
     monkeypatch.setattr(claims.baselines, "BASELINES", tmp_path)
     for seed in (0, 1):
-        args = {"clip_high": 0.2, "token_budget": 2048, "seed": 0} | {flag: seed}
+        args = {"clip_high": 0.2, "token_budget": 2048, "resume": "", "seed": 0} | {flag: seed}
         claims.baselines.keep("sums", "grpo", {"seed": seed, "args": args}, [{"step": 0, "eval/accuracy": 0.5}])
     if one_experiment:
         assert len(claims.baselines.described("sums", "grpo")) == 2
