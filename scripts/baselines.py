@@ -190,43 +190,43 @@ class Args:
     flags: str = ""  # Name of a run whose flags are printed.
 
 
-def flags(task: str, run: str) -> str:
+def flags(task: str, name: str) -> str:
     """The flags of a baseline, without its seed."""
-    own = RUNS.get((task, run), "")
-    if (task, run) in OFFLINE or own.startswith("--model"):
+    own = RUNS.get((task, name), "")
+    if (task, name) in OFFLINE or own.startswith("--model"):
         return own  # these are all its flags
     return f"{RECIPES[task]} {own}".strip()
 
 
-def command(task: str, run: str, seed: int) -> list[str]:
+def command(task: str, name: str, seed: int) -> list[str]:
     """The words of a baseline's command, after python."""
-    return [f"algos/{run.partition('-')[0]}.py", *flags(task, run).split(), "--seed", str(seed)]
+    return [f"algos/{name.partition('-')[0]}.py", *flags(task, name).split(), "--seed", str(seed)]
 
 
-def commands(task: str, run: str, seed: int) -> list[str]:
+def commands(task: str, name: str, seed: int) -> list[str]:
     """The commands of a control, after python."""
-    return [f"{words} --seed {seed}" for words in CONTROLS[task, run]]
+    return [f"{words} --seed {seed}" for words in CONTROLS[task, name]]
 
 
-def train(task: str, run: str, seed: int) -> None:
+def train(task: str, name: str, seed: int) -> None:
     """Train a baseline, and keep its results. Its folder stays if that fails: a run takes up to hours."""
-    scratch = tempfile.mkdtemp(prefix=f"{task}-{run}-seed{seed}-")
-    if (task, run) in CONTROLS:
-        control(task, run, seed, scratch)
+    scratch = tempfile.mkdtemp(prefix=f"{task}-{name}-seed{seed}-")
+    if (task, name) in CONTROLS:
+        control(task, name, seed, scratch)
     else:
         run_dir = Path(scratch) / "run"
-        words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if (task, run) in OFFLINE else [])]
-        ended = subprocess.run([sys.executable, *command(task, run, seed), *words], cwd=ROOT).returncode
-        if ended != (3 if (task, run) in ENDED_BY_GUARD else 0):
-            sys.exit(f"error: {run}, seed {seed}: exit code {ended} of the run in {run_dir}")
-        print(f"{run}, seed {seed}: trained in {run_dir}; if what follows fails, --add takes it", flush=True)
-        add(run_dir, task, run)
+        words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if (task, name) in OFFLINE else [])]
+        ended = subprocess.run([sys.executable, *command(task, name, seed), *words], cwd=ROOT).returncode
+        if ended != (3 if (task, name) in ENDED_BY_GUARD else 0):
+            sys.exit(f"error: {name}, seed {seed}: exit code {ended} of the run in {run_dir}")
+        print(f"{name}, seed {seed}: trained in {run_dir}; if what follows fails, --add takes it", flush=True)
+        add(run_dir, task, name)
     shutil.rmtree(scratch)
 
 
-def prepare(task: str, run: str) -> None:
+def prepare(task: str, name: str) -> None:
     """Make the models and data of MADE that a run needs and that are missing."""
-    named = [flags(task, run), *CONTROLS.get((task, run), [])]
+    named = [flags(task, name), *CONTROLS.get((task, name), [])]
     for folder, words in MADE.items():
         there = any((ROOT / made).is_file() for made in (folder, f"{folder}/model.safetensors"))
         if folder in " ".join(named).split() and not there:
@@ -241,48 +241,48 @@ def add(run_dir: Path, task: str, name: str) -> None:
 
     Raises BadInput for a run with other flags than this baseline's, one that was stopped early, or one without a model.
     """
-    run = json.loads((run_dir / "run.json").read_text())
+    about = json.loads((run_dir / "run.json").read_text())
     rows = read_metrics(run_dir)
-    check_ran(run_dir, run, rows, task, name)
+    check_ran(run_dir, about, rows, task, name)
     checkpoints = folders.complete(run_dir)
     if not checkpoints:
         raise errors.BadInput(f"{run_dir}: has no complete checkpoint, so there is no model to evaluate")
     trained = checkpoints[-1] / "model"
-    run["argv"] = command(task, name, run["seed"])
-    run.pop("launcher", None)  # names a folder of this machine
+    about["argv"] = command(task, name, about["seed"])
+    about.pop("launcher", None)  # names a folder of this machine
     if (task, name) in OFFLINE:
-        run["args"] |= {"dataset": [f"baselines/{arithmetic.PAIRS.name}"], "output": f"runs/{name}"}
-        run["responses"] = OFFLINE[task, name]
-        run["evaluation"] = evaluate(task, trained)
+        about["args"] |= {"dataset": [f"baselines/{arithmetic.PAIRS.name}"], "output": f"runs/{name}"}
+        about["responses"] = OFFLINE[task, name]
+        about["evaluation"] = evaluate(task, trained)
         rows = [{"step": 0, "eval/accuracy": evaluate(task, arithmetic.WARM_START)["greedy"]}, *rows]
-        rows[-1]["eval/accuracy"] = run["evaluation"]["greedy"]
-    if "teacher" in run["args"]:
-        run["args"]["teacher"] = (ROOT / run["args"]["teacher"]).relative_to(ROOT).as_posix()
+        rows[-1]["eval/accuracy"] = about["evaluation"]["greedy"]
+    if "teacher" in about["args"]:
+        about["args"]["teacher"] = (ROOT / about["args"]["teacher"]).relative_to(ROOT).as_posix()
     if task in STARTS:
-        run["evaluation"] = evaluate(task, trained)
+        about["evaluation"] = evaluate(task, trained)
     words = flags(task, name).split()
-    run["args"]["model"] = words[words.index("--model") + 1] if "--model" in words else "embedded"
-    run["args"]["run_dir"] = ""
-    keep(task, name, run, rows)
+    about["args"]["model"] = words[words.index("--model") + 1] if "--model" in words else "embedded"
+    about["args"]["run_dir"] = ""
+    keep(task, name, about, rows)
 
 
-def check_ran(run_dir: Path, run: dict, rows: list[dict], task: str, name: str) -> None:
+def check_ran(run_dir: Path, about: dict, rows: list[dict], task: str, name: str) -> None:
     """Raises BadInput if a run had another command than the baseline that it is to become, or did not end."""
     if (task, name) in CONTROLS:
         raise errors.BadInput(f"{name} of {task} is made by several commands; use --run {name}")
-    file, *words = run["argv"]
+    file, *words = about["argv"]
     ran = by_flag(words)
     for flag in ("--run-dir", "--output"):
         ran.pop(flag, None)
     if ran.get("--resume") == ["auto"]:  # it was stopped, and has gone on bit for bit
         del ran["--resume"]
-    wanted = command(task, name, run["seed"])
+    wanted = command(task, name, about["seed"])
     if Path(file).name != Path(wanted[0]).name or ran != by_flag(wanted[1:]):
         raise errors.BadInput(
-            f"{run_dir} ran {' '.join(run['argv'])}; the baseline {name} of {task} is {' '.join(wanted)}"
+            f"{run_dir} ran {' '.join(about['argv'])}; the baseline {name} of {task} is {' '.join(wanted)}"
         )
     # The guard's exit code may also mean that the memory or the disk was full. Only the guard ends it at this step.
-    last = SILENT_STEPS if (task, name) in ENDED_BY_GUARD else run["args"]["steps"]
+    last = SILENT_STEPS if (task, name) in ENDED_BY_GUARD else about["args"]["steps"]
     reached = rows[-1]["step"] if rows else 0
     if reached != last:
         raise errors.BadInput(f"{run_dir} was stopped after step {reached} of {last}; resume it first")
@@ -309,12 +309,12 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
         subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
     ran = json.loads((Path(folder) / "run/run.json").read_text())
-    run = {"seed": seed, "argv": commands(task, name, seed), "responses": OFFLINE[task, name], "evaluation": measured}
-    run |= {"args": {}} | {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
+    about = {"seed": seed, "argv": commands(task, name, seed), "responses": OFFLINE[task, name], "evaluation": measured}
+    about |= {"args": {}} | {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
     keep(
         task,
         name,
-        run,
+        about,
         [
             {"step": 0, "eval/accuracy": initial["greedy"]},
             {"step": ran["args"]["steps"], "eval/accuracy": measured["greedy"], "time/step": seconds},
@@ -322,9 +322,9 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
     )
 
 
-def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:
+def keep(task: str, name: str, about: dict, rows: list[dict]) -> None:
     """Write the CSV and the JSON of a baseline."""
-    study.write_run(BASELINES / task / name / f"seed{run['seed']}.csv", rows, run, COLUMNS)
+    study.write_run(BASELINES / task / name / f"seed{about['seed']}.csv", rows, about, COLUMNS)
 
 
 def evaluate(task: str, model: Path | str, dataset: str = "", recipe: str = "") -> dict[str, float]:
@@ -372,28 +372,28 @@ def curves(task: str) -> dict[str, list[list[dict]]]:
     return {folder.name: [read_curve(path) for path in sorted(folder.glob("seed*.csv"))] for folder in runs}
 
 
-def settings_of(run: dict) -> dict:
+def settings_of(about: dict) -> dict:
     """The settings in a run.json, by name. Before --critic-lam, --lam took two: the actor's and the critic's."""
-    settings = {name: comparable(value) for name, value in flat(run["args"]).items()}
+    settings = {name: comparable(value) for name, value in flat(about["args"]).items()}
     if isinstance(settings.get("lam"), list):
         settings["lam"], settings["critic_lam"] = settings["lam"]
     return settings
 
 
-def described(task: str, run: str) -> list[dict]:
+def described(task: str, name: str) -> list[dict]:
     """The run.json of each seed. Their flags must be the same, or they are not one experiment.
 
     Except the seed, whether the run was stopped and resumed, and the token budget, whose default follows the memory. It
     only cuts micro-batches, on which the gradient doesn't depend: like another processor, it changes a curve by
     rounding.
     """
-    files = sorted((BASELINES / task / run).glob("seed*.csv"))  # the CSV says that a run is done
+    files = sorted((BASELINES / task / name).glob("seed*.csv"))  # the CSV says that a run is done
     found = [json.loads(file.with_suffix(".json").read_text()) for file in files]
     args = [settings_of(each) for each in found]
     shared = set.intersection(*map(set, args)) - {"seed", "resume", "token_budget"}
-    differing = [name for name in sorted(shared) if any(each[name] != args[0][name] for each in args)]
+    differing = [flag for flag in sorted(shared) if any(each[flag] != args[0][flag] for each in args)]
     if differing:
-        sys.exit(f"error: the seeds in baselines/{task}/{run} have different flags: {', '.join(differing)}")
+        sys.exit(f"error: the seeds in baselines/{task}/{name} have different flags: {', '.join(differing)}")
     return found
 
 
@@ -461,20 +461,20 @@ def table_lines(task: str, short: bool) -> Iterator[str]:
             yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
         for rule, share in shares_of_rules().items() if task == "gcd" else []:
             yield f"| {rule} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
-    for run, seeds in curves(task).items():
-        if short and run not in FRONT.get(task, (run,)):
+    for name, seeds in curves(task).items():
+        if short and name not in FRONT.get(task, (name,)):
             continue
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         after = [values[-1] for values in accuracies]
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
-        abouts = described(task, run)
+        abouts = described(task, name)
         responses = statistics.mean(sampled(about, rows)[-1] for about, rows in zip(abouts, seeds))
         cells = samples(*(about["evaluation"] for about in abouts)) if sampled_too else ""
         if plays:
             turns = [[row["eval/turns"] for row in rows if "eval/turns" in row] or [1.0] for rows in seeds]
             cells += f" {turns[0][0]:.2f} | {', '.join(f'{values[-1]:.2f}' for values in turns)} |"
         yield (
-            f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
+            f"| `{name}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {mean_of(after, '.1%')} |{cells} "
             f"{int(seeds[0][-1]['step'])} | {round(responses):,} | {minutes:.1f} |"
         )
@@ -519,11 +519,11 @@ class Curve:
     best: list[float]
 
 
-def curve(task: str, run: str, seeds: list[list[dict]]) -> Curve:
+def curve(task: str, name: str, seeds: list[list[dict]]) -> Curve:
     column, _ = PICTURED.get(task, ACCURACY)
     known = [
         [(x, row[column]) for x, row in zip(sampled(about, rows), rows) if column in row]
-        for about, rows in zip(described(task, run), seeds)
+        for about, rows in zip(described(task, name), seeds)
     ]
     evaluations = [list(zip(*points)) for points in zip(*known)]
     return Curve(
@@ -537,12 +537,12 @@ def curve(task: str, run: str, seeds: list[list[dict]]) -> Curve:
 @pictures.styled
 def draw(task: str) -> None:
     """Draw TASK/curves.svg: a panel for each run, with `grpo` in grey behind it."""
-    shown = {run: curve(task, run, seeds) for run, seeds in curves(task).items()}
+    shown = {name: curve(task, name, seeds) for name, seeds in curves(task).items()}
     # A control without a curve stands in the table alone.
-    shown = {run: each for run, each in shown.items() if len(each.mean) >= 3}
+    shown = {name: each for name, each in shown.items() if len(each.mean) >= 3}
     if not shown:
         return
-    names = sorted(shown, key=lambda run: (run != "grpo", run))
+    names = sorted(shown, key=lambda name: (name != "grpo", name))
     _, caption = PICTURED.get(task, ACCURACY)
     if any(each.worst != each.best for each in shown.values()):
         caption += " Bands: worst to best seed."
@@ -625,16 +625,16 @@ def main(args: Args) -> None:
     if args.flags:
         print("\n".join(CONTROLS.get((args.task, args.flags), [flags(args.task, args.flags)])))
         return
-    for run in args.run:
-        prepare(args.task, run)
-        if run == "start":
+    for name in args.run:
+        prepare(args.task, name)
+        if name == "start":
             start(args.task)
             continue
         for seed in args.seeds:
-            train(args.task, run, seed)
+            train(args.task, name, seed)
     for folder in map(Path.resolve, map(Path, args.add)):  # other scripts run in ROOT
-        run = json.loads((folder / "run.json").read_text())
-        add(folder, args.task, args.name or run["algorithm"])
+        about = json.loads((folder / "run.json").read_text())
+        add(folder, args.task, args.name or about["algorithm"])
     for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:
