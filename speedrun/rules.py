@@ -438,12 +438,11 @@ def nearest_diff(file: Path, commit: str) -> str:
     lines = file.read_text().splitlines()
     known = directory.git("ls-tree", "-r", "--name-only", commit, "algos/", "speedrun/records/").split()
     known = [name for name in known if re.fullmatch(r"algos/[^/]+\.py|speedrun/records/[^/]+/train\.py", name)]
-    # The commit may have the record itself, as one that was replayed and entered again.
-    known = [name for name in known if name != f"speedrun/records/{file.resolve().parent.name}/train.py"]
     siblings = {name: directory.git("show", f"{commit}:{name}") for name in known}
     if not siblings:  # no full git clone
         paths = sorted([*ROOT.glob("algos/[!_]*.py"), *ROOT.glob("speedrun/records/*/train.py")])
-        siblings = {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != file.resolve()}
+        siblings = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    siblings.pop(f"speedrun/records/{file.resolve().parent.name}/train.py", None)  # the record itself
     siblings = {name: text.splitlines() for name, text in siblings.items()}
     similarity = {
         name: difflib.SequenceMatcher(None, text, lines, autojunk=False).ratio() for name, text in siblings.items()

@@ -45,8 +45,8 @@ class Args:
 # What run.py writes into record.json, and of each seed into its "seeds".
 OF_A_RECORD = {"train.py": str, "flags": list, "flops": int, "seeds": dict, "hardware": dict, "start_model": str}
 OF_A_RECORD |= {"versions": dict, "uncommitted_changes": bool}
-OF_A_SEED = dict.fromkeys(("flops", "right", "rollouts", "responses", "tokens", "seconds"), int)
-OF_A_SEED |= dict.fromkeys(("low", "high", "accuracy"), float)
+OF_A_SEED = dict.fromkeys(("flops", "right", "rollouts", "responses", "tokens"), int)
+OF_A_SEED |= dict.fromkeys(("low", "high", "accuracy", "seconds"), float)
 OF_A_SEED |= dict.fromkeys(("digest", "weights", "solved"), str)
 IN_JSON = {str: "a string", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
 IN_JSON |= {bool: "true or false"}

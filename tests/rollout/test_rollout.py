@@ -3,6 +3,7 @@
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -70,6 +71,18 @@ def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world,
     assert torch.equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
 
 
+def config_of(folder: Path) -> EngineConfig:
+    """A small engine for the model in this folder."""
+    return EngineConfig(
+        model_path=str(folder),
+        dtype=torch.float32,
+        tensor_parallel=1,
+        layout=Layout(),
+        max_model_len=64,
+        max_num_seqs=8,
+    )
+
+
 def test_a_models_own_sampling_defaults_never_reach_vllm(models, tmp_path):
     """vLLM's servers would take what a request does not name from the model's folder, such as a repetition penalty."""
     from vllm.engine.arg_utils import EngineArgs
@@ -78,15 +91,7 @@ def test_a_models_own_sampling_defaults_never_reach_vllm(models, tmp_path):
     GenerationConfig(do_sample=True, temperature=0.1, top_p=0.1, top_k=2, repetition_penalty=2.0).save_pretrained(
         folder
     )
-    config = EngineConfig(
-        model_path=str(folder),
-        dtype=torch.float32,
-        tensor_parallel=1,
-        layout=Layout(),
-        max_model_len=64,
-        max_num_seqs=8,
-    )
-    settings = vllm_engine.engine_settings(config)
+    settings = vllm_engine.engine_settings(config_of(folder))
     defaults = lambda **changes: EngineArgs(**settings | changes).create_model_config().get_diff_sampling_param()
     assert defaults() == {}
     assert defaults(generation_config="auto")["repetition_penalty"] == 2.0, "vLLM finds them elsewhere now"
@@ -95,15 +100,7 @@ def test_a_models_own_sampling_defaults_never_reach_vllm(models, tmp_path):
 @pytest.mark.parametrize("family, copied", [("llama", True), ("gemma4_text", False), ("falcon_h1", False)])
 def test_parts_of_a_prompt_are_copied_where_each_layer_has_its_own_keys_and_no_state(family, copied, tmp_path):
     families.config_of(family).save_pretrained(tmp_path)
-    config = EngineConfig(
-        model_path=str(tmp_path),
-        dtype=torch.float32,
-        tensor_parallel=1,
-        layout=Layout(),
-        max_model_len=64,
-        max_num_seqs=8,
-    )
-    assert ("kv_transfer_config" in vllm_engine.engine_settings(config)) == copied
+    assert ("kv_transfer_config" in vllm_engine.engine_settings(config_of(tmp_path))) == copied
 
 
 @pytest.mark.parametrize("never", [(), (7, 9)])
