@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -956,31 +957,20 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
 
 
 @pytest.fixture
-def users_server(models, tmp_path):
+def users_server(models):
     """URL of a server that scripts/serve_rollout.sh has started, as for --rollout-urls."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = ["bash", ROOT / "scripts/serve_rollout.sh", models["untied"], "--dtype", "float32", "--port", f"{port}"]
     command += ["--max-model-len", "128", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.05"]
-    log = tmp_path / "server.log"
-    with open(log, "w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=file)
-    deadline = time.monotonic() + 600
+    log = tempfile.TemporaryFile()  # noqa: SIM115 -- Server.stop() closes it
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    server = process.Server(url, started, log)
     try:
-        while not answers(url):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
+        server.wait_until_ready()
         yield url
     finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=3).status_code == 200
-    except httpx.TransportError:
-        return False
+        server.stop()
 
 
 @pytest.mark.slow
