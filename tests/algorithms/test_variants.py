@@ -108,6 +108,31 @@ def tpo(case: Case) -> Loss:
     return loss
 
 
+def snapshot_kl(case: Case) -> Loss:
+    """The mean over responses of the clipped loss of their whole ratio, and of k3 to the old policy."""
+    args = case.args
+    advantages = []
+    for group in case.groups:
+        scores = [row.score for row in group]
+        average = by_hand.mean(scores)
+        std = math.sqrt(by_hand.mean([(score - average) ** 2 for score in scores]))
+        advantages += [(score - average) / (std + 1e-6) if len(set(scores)) > 1 else 0.0 for score in scores]
+    of_row = dict(zip(map(id, case.rows), advantages))
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in graded(rows):
+            logprobs = net.logprobs(row, args.temperature)
+            log_ratio = (logprobs - torch.tensor(row.old)).sum()
+            change = (by_hand.importance(case, row) * (logprobs - logprobs.detach())).sum()
+            ratio = log_ratio.detach().exp() * change.exp()
+            total = total + by_hand.clipped(case, of_row[id(row)], ratio, *by_hand.clips(args))
+            total = total + args.kl_coef * (torch.exp(-log_ratio) + log_ratio - 1)
+        return total / max(1, len(graded(rows)))
+
+    return loss
+
+
 def zero_variance_filter(case: Case) -> Loss:
     policy_loss = by_hand.by_response(case, z_scores(case), mean_of_response)
     counted = set()
@@ -171,6 +196,7 @@ def flash_reinforce(case: Case) -> Loss:
 LOSSES = {
     "entropy-bonus": entropy_bonus,
     "tpo": tpo,
+    "snapshot-kl": snapshot_kl,
     "zero-variance-filter": zero_variance_filter,
     "no-std": no_std,
     "token-mean": token_mean,
@@ -182,6 +208,7 @@ UPDATES_WITHOUT_SIGNAL = ("entropy-bonus", "tpo", "flash-reinforce")  # graded r
 OWN = {
     "entropy-bonus": {"entropy_coef": 0.2},
     "tpo": {"eta": 0.6},
+    "snapshot-kl": {"learning_rate": 1e-4},  # the ratio of a whole response moves further than those of its tokens
     "flash-reinforce": {"delta": 0.29, "mini_batches": 1, "epochs": 1},
 }
 NEGLIGIBLE = 1e-6  # a gradient of this norm is rounding
@@ -220,6 +247,7 @@ def test_every_update_of_a_variant_is_its_formula(world, monkeypatch, tmp_path, 
         sides |= case.clipped
     assert of_mean or name != "zero-variance-filter", "no response tells apart an advantage of 0 and equal rewards"
     assert {"stays", "leaves"} <= sides or name != "flash-reinforce"
+    assert {"low", "high"} <= sides or name != "snapshot-kl" or flags["kl_coef"] == 0
 
 
 def count_of_mean(case: Case) -> int:
@@ -550,6 +578,40 @@ def test_tpo_stands_still_where_the_policy_has_reached_its_target():
     reached = old.clone()
     reached[:, 0] += u + 0.3
     assert module.target_weights(reached, old, u, mask, **settings).abs().max() < 1e-12
+
+
+def test_snapshot_kl_is_the_loss_in_the_code_of_tpos_paper():
+    """grpo_loss() of github.com/JeanKaddour/tpo on log-probs of whole responses, which it sums over a group."""
+    module = variants.load("snapshot-kl")
+    old, new, mask = small_batch()
+    groups = SCORES.double().view(3, 4)
+    spread = groups.std(1, correction=0, keepdim=True)
+    u = torch.where(spread > 1e-6, (groups - groups.mean(1, keepdim=True)) / (spread + 1e-6), 0.0)  # theirs has 1e-8
+
+    def sums(logprobs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row[kept].sum() for row, kept in zip(logprobs, mask)]).view(3, 4)
+
+    leaf = new.clone().requires_grad_()
+    log_ratio = sums(leaf) - sums(old)
+    ratio = log_ratio.exp()
+    surrogate = torch.minimum(ratio * u, ratio.clip(0.8, 1.2) * u)
+    kl = torch.exp(-log_ratio) + log_ratio - 1
+    theirs = -(surrogate - 0.04 * kl).sum(1).mean() / 4  # we average over a group
+    theirs.backward()
+
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.04, "denominator": 12}
+    advantages = module.compute_advantages(SCORES.double(), 4)
+    ours = new.clone().requires_grad_()
+    loss = module.policy_loss(ours, old, advantages, mask, **settings)
+    loss.backward()
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert (ours.grad - leaf.grad)[mask].abs().max() <= 1e-6 * leaf.grad[mask].abs().max()
+    assert not ours.grad[~mask].any()
+    dummy = torch.zeros_like(mask[:1])
+    assert advantages[0] and module.policy_loss(new[:1], old[:1], advantages[:1], dummy, **settings) == 0
+    clipped = module.clipped_tokens(new, old, advantages, mask, clip_low=0.2, clip_high=0.2)
+    acts = ((u > 0) & (ratio > 1.2)) | ((u < 0) & (ratio < 0.8))
+    assert clipped == (acts.view(-1) * mask.sum(1)).sum() > 0
 
 
 def test_a_wrong_response_trains_whatever_its_group_scores():
