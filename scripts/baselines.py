@@ -66,6 +66,9 @@ COLUMNS = (
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-start", "runs/sums-teacher"
 HYBRID_START = "baselines/hybrid-start"
+# For a task of scripts/claims.py. It was made once, with the demonstrations of claims.write_reversal():
+#     python algos/sft.py --dataset runs/reversal/demonstrations.jsonl --steps 60 --output baselines/reversal-start
+REVERSAL_START = "baselines/reversal-start"
 SHUFFLED_TESTS = "runs/functions-shuffled.jsonl"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
 OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens {}"

@@ -18,10 +18,8 @@ does on the held-out problems: greedy, sampled (mean@8) and pass@8.
 import dataclasses
 import itertools
 import json
-import os
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -52,15 +50,15 @@ PAGE = ROOT / "docs/claims.md"
 PICTURE = COMMITTED / "intervals.svg"
 DIFFERENCES = COMMITTED / "differences.csv"  # arm and control of each row, seed by seed
 ONE_PROBLEM = "runs/one-problem.jsonl"
-REVERSAL = "runs/reversal"  # folder of the task `reversal`: its problems, and the model that its runs start from
-REVERSED = 5  # digits of a problem of `reversal`
+REVERSAL = "runs/reversal"  # folder of the problems of the task `reversal`
+REVERSED = 6  # digits of a problem
 # All runs of a task have these flags. An algorithm's own defaults for the embedded job would differ between files.
 TASKS = {
     "arithmetic": "--steps 52 --prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 "
     "--eval-every 5",
     "maze": baselines.RECIPES["maze"],
     # As in TPO's paper: all problems are trained on and evaluated, and a rollout is used four times.
-    "reversal": f"--model {REVERSAL}/start --dataset {REVERSAL}/problems.jsonl "
+    "reversal": f"--model {baselines.REVERSAL_START} --dataset {REVERSAL}/problems.jsonl "
     f"--eval-dataset {REVERSAL}/problems.jsonl --dtype float32 --max-prompt-tokens 32 --max-response-tokens 12 "
     "--steps 150 --prompts-per-step 32 --group-size 8 --mini-batches 1 --epochs 4 --learning-rate 3e-4 "
     "--warmup-steps 2 --eval-every 10",
@@ -113,6 +111,8 @@ ARMS = {
     "clip-higher": Arm(flags="--clip-high 0.28"),
     "kl": Arm(flags="--kl-coef 0.04"),
     "tpo": Arm(variant="tpo"),
+    "snapshot-kl": Arm(variant="snapshot-kl", flags="--kl-coef 0.04"),
+    "no-snapshot-kl": Arm(variant="snapshot-kl"),
     "four-epochs": Arm(flags="--epochs 4"),
     "gspo-four-epochs": Arm("gspo", flags="--epochs 4"),
     "lora-1": Arm(flags="--lora-rank 1 --learning-rate 2e-3"),
@@ -216,7 +216,9 @@ CLAIMS = {
     "negatives": Claim("NSR, 2506.01347, abstract", "negative-only", "grpo", "pass@8", "more", task="maze"),
     "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", task="maze"),
     "kl": Claim("ProRL, 2505.24864, abstract", "kl", "grpo", "pass@8", "more", task="maze"),
-    "tpo": Claim("TPO, 2604.06159, 3.6", "tpo", "grpo", "sampled", "more", task="reversal"),
+    "tpo": Claim("TPO, 2604.06159, 3.6", "tpo", "snapshot-kl", "sampled", "more", task="reversal"),
+    "tpo-no-kl": Claim("TPO, 2604.06159, 3.6", "tpo", "grpo", "sampled", "more", task="reversal"),
+    "kl-snapshot": Claim("TPO, 2604.06159, 3.6", "snapshot-kl", "no-snapshot-kl", "sampled", "more", task="reversal"),
     "kl-sparse": Claim("TPO, 2604.06159, 3.6", "kl", "grpo", "sampled", "more", task="reversal"),
     "max-rl-sums": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", task="sums"),
     "delight-sums": Claim(
@@ -319,14 +321,14 @@ def write_one_problem() -> None:
     file.write_text(64 * line)
 
 
-def make_reversal() -> None:
-    """Write the problems of `reversal` and train the model that its runs start from. It knows the form and no more.
+def write_reversal() -> None:
+    """Write the problems of `reversal`, and the demonstrations that baselines.REVERSAL_START has learned from.
 
     A problem is REVERSED digits, all of them 1 or 2, and its answer is the same digits backwards. Demonstrations have
-    random digits for an answer, so at first one response in 2^REVERSED is right, as in the paper's task. What is there
-    already stays, unless it has other problems.
+    random digits for an answer, so at first one response in 2^REVERSED is right, as in the paper's task.
     """
     folder = ROOT / REVERSAL
+    folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     problems = []
     demonstrations = []
@@ -336,21 +338,8 @@ def make_reversal() -> None:
         for _ in range(64):
             demonstrations.append(problem | {"solution": "".join(draw.choices("12", k=REVERSED))})
     draw.shuffle(demonstrations)
-    texts = {}
     for name, rows in (("problems", problems), ("demonstrations", demonstrations)):
-        texts[folder / f"{name}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
-    same = all(file.is_file() and file.read_text() == text for file, text in texts.items())
-    if same and (folder / "start/model.safetensors").is_file():
-        return
-    shutil.rmtree(folder, ignore_errors=True)  # a model of other problems
-    folder.mkdir(parents=True)
-    for file, text in texts.items():
-        file.write_text(text)
-    words = f"algos/sft.py --dataset {REVERSAL}/demonstrations.jsonl --steps 60 --output {REVERSAL}/start"
-    # A run directory that stayed after an interruption would be refused by each later try.
-    with tempfile.TemporaryDirectory() as run_dir:
-        words = [sys.executable, *words.split(), "--run-dir", run_dir]
-        subprocess.run(words, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})  # as all runs here
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
@@ -702,7 +691,7 @@ def repeat(names: tuple[str, ...], args: Args) -> int:
     if any(cell.arm == "one-problem" for cell in missing):
         write_one_problem()
     if any(cell.task == "reversal" for cell in missing):
-        make_reversal()
+        write_reversal()
     failed = study.run_all(missing, lambda cell: run(cell, folder), args.jobs)
     print(table(folder, names))
     return failed

@@ -101,7 +101,7 @@ def test_the_page_shows_no_number_of_a_row_until_all_its_seeds_have_run(tmp_path
     assert (found["arm"], found["control"], found["difference"]) == ("90.0", "80.0", "10.0")
     on_page = claims.table(tmp_path, ("std",), unfinished=False)
     assert "4 of 5 seeds" in on_page and "90.0" not in on_page and "10.0" not in on_page
-    assert "[std]" not in claims.measures_table(tmp_path) and "Of 27 rows, 0 have" in claims.summary(tmp_path)
+    assert "[std]" not in claims.measures_table(tmp_path) and "Of 29 rows, 0 have" in claims.summary(tmp_path)
 
 
 def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path):
@@ -141,7 +141,7 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     finished(tmp_path, "token-mean", {seed: 0.52 + (seed - 2) / 115 for seed in range(5)})
     finished(tmp_path, "delight-gate", {seed: 0.5 + (seed - 2) / 1000 for seed in range(5)})
     said = claims.summary(tmp_path)
-    assert "Of 27 rows, 3 have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
+    assert "Of 29 rows, 3 have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
     assert "2 intervals exclude 0" in said and "1 ([std](#std)) of these differences remain" in said
     assert "3 rows expect" in said and "In 1 ([delight](#delight)) of them, a change" in said
 
@@ -621,58 +621,19 @@ def test_the_one_problem_has_a_carry_and_fills_a_step(monkeypatch, tmp_path):
 
 
 def test_a_problem_of_reversal_is_its_digits_backwards_and_is_shown_with_random_ones(monkeypatch, tmp_path):
-    """64 demonstrations of each of 32 problems: about one in 32 is right."""
-    commands = []
+    """64 demonstrations of each of 64 problems: about one in 64 is right."""
     monkeypatch.setattr(claims, "ROOT", tmp_path)
-    monkeypatch.setattr(claims.subprocess, "run", lambda words, **named: commands.append(words))
-    claims.make_reversal()
+    claims.write_reversal()
     folder = tmp_path / claims.REVERSAL
     problems, shown = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         for name in ("problems", "demonstrations")
     )
     assert len(problems) == len({row["question"] for row in problems}) == 2**claims.REVERSED
-    assert {"question": "reverse 12212=", "answer": "21221"} in problems
+    assert {"question": "reverse 112212=", "answer": "212211"} in problems
     assert len(shown) == 64 * len(problems) and all(len(row["solution"]) == claims.REVERSED for row in shown)
     assert 30 < sum(row["solution"] == row["answer"] for row in shown) < 100
-    assert len(commands) == 1 and "algos/sft.py" in commands[0]
-
-
-def test_the_start_of_reversal_is_trained_again_for_other_problems_and_for_no_others(monkeypatch, tmp_path):
-    lengths = []  # digits of the problems for which a start was trained
-
-    def train(words, **named):
-        folder = tmp_path / claims.REVERSAL
-        assert not (folder / "start").exists()
-        (folder / "start").mkdir()
-        (folder / "start/model.safetensors").touch()
-        lengths.append(len(json.loads((folder / "problems.jsonl").read_text().splitlines()[0])["answer"]))
-
-    monkeypatch.setattr(claims, "ROOT", tmp_path)
-    monkeypatch.setattr(claims.subprocess, "run", train)
-    for digits in (5, 5, 4):
-        monkeypatch.setattr(claims, "REVERSED", digits)
-        claims.make_reversal()
-    assert lengths == [5, 4]
-
-
-def test_training_the_start_of_reversal_can_be_repeated_after_an_interruption(monkeypatch, tmp_path):
-    """A run directory with metrics is refused, so what an interrupted run has left must not be in the way."""
-    held = []
-
-    def interrupted(words, **named):
-        metrics = tmp_path / words[-1] / "metrics.jsonl"
-        held.append(metrics.exists())
-        metrics.parent.mkdir(parents=True, exist_ok=True)
-        metrics.write_text("")
-        raise subprocess.CalledProcessError(130, words)
-
-    monkeypatch.setattr(claims, "ROOT", tmp_path)
-    monkeypatch.setattr(claims.subprocess, "run", interrupted)
-    for _ in range(2):
-        with pytest.raises(subprocess.CalledProcessError):
-            claims.make_reversal()
-    assert held == [False, False]
+    assert (ROOT / claims.baselines.REVERSAL_START / "model.safetensors").is_file()
 
 
 def test_an_arm_differs_from_its_control_in_one_thing():
@@ -685,7 +646,7 @@ def test_an_arm_differs_from_its_control_in_one_thing():
         if arm.algorithm == control.algorithm and arm.variant == control.variant:
             assert arm.flags.startswith(control.flags), name
         else:
-            assert arm.flags == control.flags or each.arm == "entropy-bonus", name
+            assert arm.flags == control.flags or each.arm == "entropy-bonus" or each.control == "snapshot-kl", name
 
 
 def test_every_claim_has_a_section_on_the_page():
