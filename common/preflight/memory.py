@@ -212,6 +212,7 @@ class MemoryPlan:
     compute: Compute = Compute()
     models: tuple[str, ...] = ("policy",)  # each as large as `model`; those of FROZEN are frozen, others are trained
     others: dict[str, str] = field(default_factory=dict)  # name -> a frozen model with a config of its own
+    teacher_in_update: bool = False  # its forward is a part of the update (--full-vocabulary)
     offload: str = "none"  # value of --offload
     backend: Literal["vllm", "sglang", "hf", "none"] = "none"  # "none": no engine, as in SFT
     rollout_tp: int = 1
@@ -288,13 +289,24 @@ class MemoryPlan:
         unused = leaves_unused(self.model)
         return keeps_whole_gradients(unused, self.trainable, self.dtype, self.offload == "all", self.memory)
 
+    @property
+    def gathered_teacher(self) -> int:
+        """Parameters of a teacher that are gathered while the policy's are. Only model.reshard() frees them."""
+        if not self.teacher_in_update or "teacher" not in (*self.models, *self.others):
+            return 0
+        path = self.others.get("teacher", self.model)
+        if self.shards == 1 and not self.offloaded("teacher"):
+            return count_parameters(path)
+        layer, rest = unit_sizes(path)
+        return rest + 2 * layer
+
     def update(self, tokens: float) -> float:
         """Most bytes of this rank in an update whose forwards have that many tokens."""
         layer, rest = unit_sizes(self.model)
         # The rest is gathered for the whole pass, and two layers at a time: one at work, and the next one ahead of it.
         # On a single rank layers stay until their backward, unless they come from the host (model.shard).
         stay = self.shards == 1 and self.offload != "all"
-        gathered = self.parameters if stay else rest + 2 * layer
+        gathered = (self.parameters if stay else rest + 2 * layer) + self.gathered_teacher
         # A gradient is whole until it has been reduced over the ranks.
         unreduced = self.trainable if self.whole_gradients else min(self.trainable, max(rest, layer))
         # Models are updated one after the other, so only one of them has gradients at a time.

@@ -115,6 +115,24 @@ def test_what_stays_by_hand(sizes, seven):
     assert taught.update(1000) - student.update(1000) == pytest.approx(2 * PARAMETERS / 8)
 
 
+def test_a_teacher_in_the_update_is_gathered_beside_the_policy(sizes, seven):
+    """Whole on a single shard, where no layer is freed after its forward. Otherwise two layers and what is outside."""
+    layer, rest = memory.unit_sizes(sizes["7"])
+    at_a_time = rest + 2 * layer
+    for changes, gathered in (
+        ({}, at_a_time),
+        ({"size": 1}, PARAMETERS),
+        ({"size": 1, "offload": "others"}, at_a_time),
+        ({"compute": Compute(shard_size=1)}, PARAMETERS),
+    ):
+        before = replace(seven, model=sizes["0.5"], others={"teacher": sizes["7"]}, **changes)
+        during = replace(before, teacher_in_update=True)
+        assert during.update(1000) - before.update(1000) == pytest.approx(2 * gathered)
+        own = replace(during, models=("policy", "teacher"), others={}, model=sizes["7"])
+        assert own.update(1000) - replace(own, teacher_in_update=False).update(1000) == pytest.approx(2 * gathered)
+    assert replace(seven, teacher_in_update=True).update(1000) == seven.update(1000), "the policy is its own teacher"
+
+
 def test_layers_of_different_kinds_and_sizes_by_hand():
     """Heads, and bytes of the KV cache for a token in bfloat16."""
     of = lambda config: (checks.heads_of_all(config), engines.kv_bytes_per_token(config, torch.bfloat16))
