@@ -57,7 +57,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.28  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     clip_dual: PositiveFloat = 10.0  # The loss of a token with A < 0 is at most -A clip_dual.
     overlong_cache: NonNegativeInt = 128
     """The length penalty grows over the last N tokens before the limit. 0: only responses that reach the limit cost."""

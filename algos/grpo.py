@@ -62,7 +62,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.

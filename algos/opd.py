@@ -25,8 +25,7 @@ Differs from rloo.py: a teacher in the reference's place; an advantage for each 
 over the vocabulary.
 
 Run:    python algos/opd.py                                             (embedded arithmetic, 2 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/opd.py --model Qwen/Qwen2.5-0.5B-Instruct
-            --teacher Qwen/Qwen2.5-7B-Instruct --group-size 1 --prompts-per-step 256
+        torchrun --nproc-per-node 8 algos/opd.py --model Qwen/Qwen2.5-0.5B --teacher Qwen/Qwen2.5-7B-Instruct
 Result: embedded arithmetic, greedy, mean of three seeds: 95.1 % from 53.5 %. On GPUs: not yet run.
 """
 
@@ -57,7 +56,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     teacher: str = ""  # Folder or Hub name of the teacher, which has the tokenizer of --model.
     full_vocabulary: bool = False  # Compare the whole distribution at each token, not only the sampled token.
     # optimization
@@ -141,6 +140,8 @@ def check_args(args: Args) -> None:
         raise errors.BadInput(
             "--tis-cap: --full-vocabulary has no sampled token that it could weigh; leave one of the two out"
         )
+    if args.full_vocabulary and (args.clip_low, args.clip_high) != (Args.clip_low, Args.clip_high):
+        raise errors.BadInput("--clip-low, --clip-high: --full-vocabulary has no ratio that could be clipped")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -148,7 +149,12 @@ def check_args(args: Args) -> None:
 def main(args: Args) -> None:
     check_args(args)
     # Checks the flags, the data and the model files before any weights are loaded.
-    settings = prepare(args, models=["policy"], others={"teacher": args.teacher})
+    settings = prepare(
+        args,
+        models=["policy"],
+        others={"teacher": args.teacher},
+        teacher_in_update=args.full_vocabulary,
+    )
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
@@ -256,7 +262,6 @@ def main(args: Args) -> None:
                             response_mask=micro.response_mask,
                             denominator=denominator,
                         )
-                        clipped = 0
                         # This loss has no A. rollouts/ and the report show -KL for it: the policy's mean of
                         # log q - log p. It is measured while the weights change, and the last epoch's value stays.
                         advantages[micro.rows] = torch.where(
@@ -292,16 +297,15 @@ def main(args: Args) -> None:
                             clip_low=args.clip_low,
                             clip_high=args.clip_high,
                         )
+                        tracker.mean("train/clip_frac", clipped, micro.response_mask.sum())
                     # Gradients add up over the micro-batches. They are also summed over the ranks: during the last
                     # backward, or during each if whole gradients would take too much memory.
                     # FSDP would average over the ranks, but model.load turns that off.
                     loss.backward()
 
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
-                    tokens = micro.response_mask.sum()
+                    # Metrics of train/ are means over the tokens that had a forward.
                     tracker.loss("loss/policy", loss, micro)
-                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
-                    tracker.mean("train/clip_frac", clipped, tokens)
+                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), micro.response_mask.sum())
 
                 # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()

@@ -1,7 +1,8 @@
 """PPO -- Proximal Policy Optimization with a critic (arXiv:1707.06347, eq. 7; GAE arXiv:1506.02438, eq. 16).
 
     r_t     = -kl_coef (old_t - ref_t), plus the score on the last token  the KL to the reference is part of the reward
-    delta_t = r_t + V_{t+1} - V_t,   A_t = delta_t + lam A_{t+1},   returns_t = A_t + V_t               (gamma = 1)
+    delta_t = r_t + V_{t+1} - V_t,   A_t = delta_t + lam A_{t+1}                                        (gamma = 1)
+    returns = A + V, with an A of its own: it has critic_lam in the place of lam
     ratio   = exp(logprobs - old_logprobs)
     L       = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip, 1 + clip)) / sum_it m_it             (A whitened)
     L_V     = 1/2 sum_it max((V - returns)^2, (V_old + clip(V - V_old, +-value_clip) - returns)^2) / sum_it m_it
@@ -17,11 +18,13 @@ and n.
 Differs from grpo.py: a critic, with its own weights and optimizer, in place of the group; one advantage for each
 token; the KL sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
-Differs from the papers: advantages are whitened, and the value loss is clipped (both from OpenAI's baselines); no
-shared network and no entropy bonus, which PPO's Atari runs have (eq. 9) and its MuJoCo runs don't; the critic starts as
-the policy with a zero head, and its --critic-learning-rate stays constant. It may train alone for
---critic-warmup-steps, with lam = 1 for its targets, and have another lam than the actor (both are VC-PPO's,
-arXiv:2503.01491). kl_coef is 0 by default.
+Differs from the papers:
+- Advantages are whitened, and the value loss is clipped. Both are from OpenAI's baselines.
+- There is no shared network and no entropy bonus. PPO's Atari runs have both (eq. 9), and its MuJoCo runs neither.
+- The critic starts as the policy with a zero head, and its --critic-learning-rate stays constant.
+- The critic may train alone for --critic-warmup-steps, with lam = 1 for its targets, and may have another lam than the
+  actor. Both are VC-PPO's (arXiv:2503.01491).
+- kl_coef is 0 by default.
 
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --kl-coef 0.001
@@ -54,8 +57,8 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon of eq. 7: the ratio is clipped at 1 - clip and 1 + clip.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
-    value_clip: PositiveFloat = 0.2  # V has no gradient once it is further than this from V_old, towards the return.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    value_clip: PositiveFloat = 0.2  # V - V_old is clipped at +- this, and L_V takes the larger of both errors.
     lam: ranges.Fraction = 1.0  # lambda of GAE (eq. 16 of the GAE paper) for the advantages.
     critic_lam: ranges.Fraction = 1.0  # lambda of GAE for the returns that the critic learns.
     critic_warmup_steps: NonNegativeInt = 0  # First of --steps: only the critic learns. --schedule begins after them.

@@ -9,9 +9,9 @@
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip, 1 + clip)) / sum_it m_it
 
 phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. Without
-the division by M, r would be tiny beside the outcome. c_outcome is 1, because only the ratio of the two survives the
-whitening. sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Prompts are
-drawn until --prompts-per-step of them have a share of right responses within --accuracy-range.
+the division by M, r would be tiny beside the outcome. c_outcome is 1: the whitening leaves only c_process / c_outcome.
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Prompts are drawn until
+--prompts-per-step of them have a share of right responses within --accuracy-range.
 
 `correct` is 1 if the first --reward gives a response an acc above 0, or a score above 0 if that reward has no acc. So
 use a reward that knows right and wrong: with a dense score, nearly all responses would be right.
@@ -35,8 +35,7 @@ Differs from the authors' code:
 
 Run:    python algos/prime.py                                           (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset math --reward math
-            --steps 500 --prompts-per-step 256 --gen-prompts 1024 --group-size 4 --learning-rate 5e-7
-            --max-prompt-tokens 1024 --max-response-tokens 3072
+        (docs/algorithms/prime.md has the paper's sizes)
 Result: embedded arithmetic, greedy, mean of three seeds: 90.4 % from 53.5 %. On GPUs: not yet run.
 """
 
@@ -71,7 +70,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs. phi and ref have 1.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     accuracy_range: tuple[ranges.Fraction, ranges.Fraction] = (0.2, 0.8)
     """A prompt stays if its share of right responses is within this range, bounds included."""
     beta: PositiveFloat = 0.05  # Scale of the process reward.
@@ -260,13 +259,13 @@ def main(args: Args) -> None:
         prompts_per_draw=args.gen_prompts,
         most_draws=args.max_gen_batches,
     )
-    # batch.correct is the first reward's verdict. batch.scores, the weighted sum of all, is not used here.
+    # batch.correct is the verdict of the first reward. batch.scores, the weighted sum of all, is not used here.
     further = list(settings.reward.weights)[1:]
     unused = [name for name in further if settings.reward.weights[name]]
     if unused:
         raise errors.BadInput(
-            f"--reward {' '.join(unused)}: PRIME uses only the first reward, for right or wrong; give the others a "
-            "weight of 0 (NAME=0)"
+            f"--reward {' '.join(unused)}: PRIME uses only the first reward, for right or wrong. With a weight of 0 "
+            "(NAME=0) the others are only reported; a single function can grade rows of several kinds"
         )
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return

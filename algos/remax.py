@@ -7,8 +7,8 @@
 
 sum_it m_it is the number of sampled response tokens in the whole optimizer mini-batch, on all ranks. b does not depend
 on the sampled response, so it adds no bias, and needs neither a critic nor a group. The greedy responses carry no loss;
-their mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response with
-the same score as the greedy one has advantage 0. With --max-inflight-batches > 1, new weights may come between the two.
+their mean score on the training prompts is the metric `reward/greedy_mean`. Without KL, a response with the same score
+as the greedy one has advantage 0. With --max-inflight-batches > 1, new weights may come between the two.
 
 --tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
 and n.
@@ -16,13 +16,16 @@ and n.
 Differs from rloo.py: the baseline is the score of one extra, greedy response; rewards are per token and are summed from
 the end.
 
-Differs from the paper: a mean over tokens, where algorithm 1 sums over a response's tokens and takes the mean over
-responses; G sampled responses share a greedy one, where the paper samples one; clipped ratios and several mini-batches
-a rollout, where the paper makes one on-policy update.
+Differs from the paper:
+- L is a mean over tokens. Algorithm 1 sums over a response's tokens, and takes the mean over responses.
+- G sampled responses share a greedy one. The paper samples one.
+- Ratios are clipped, and a rollout has several mini-batches. The paper makes one on-policy update.
 
-Differs from the authors' code: a token's KL counts for it and for all tokens before it (the true return), where that
-code gives each token its own KL alone; no discount, where it has 0.99 a token; score - b is not clipped, where it has
-+-5; the token mean is over the mini-batch, where it is over each micro-batch.
+Differs from the authors' code:
+- A token's KL counts for it and for all tokens before it (the true return). Theirs gives each token its own KL alone.
+- There is no discount. Theirs is 0.99 a token.
+- score - b is not clipped. Theirs is, at +-5.
+- The token mean is over the mini-batch. Theirs is over each micro-batch.
 
 Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --group-size 4 --kl-coef 0.001
@@ -55,7 +58,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.

@@ -8,7 +8,8 @@ right response of the group, or the row's reference answer or its written soluti
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
     L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
 
-or, with --no-full-vocabulary, from the sampled tokens alone. In a step's first update its mean gradient is the same:
+or, with --no-full-vocabulary, from the sampled tokens alone. In a step's first update the gradient of this loss is an
+unbiased estimate of the gradient above:
 
     A_it  = log q_it(y_it) - old_it        of the sampled token y_it: -A_it estimates the reverse KL to the teacher
     ratio = exp(logprobs - old_logprobs)
@@ -85,7 +86,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    tis_cap: ranges.WeightCap = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     hint: Literal["peer", "answer", "solution"] = "peer"
     """What the teacher sees: another right response of the group, or the row's answer or solution."""
     hint_template: str = "{prompt}\n\nThis is a right solution:\n\n{hint}\n\nNow solve the problem yourself."
@@ -221,6 +222,8 @@ def check_args(args: Args) -> None:
         raise errors.BadInput(
             "--tis-cap: --full-vocabulary has no sampled token that it could weigh; add --no-full-vocabulary"
         )
+    if args.full_vocabulary and (args.clip_low, args.clip_high) != (Args.clip_low, Args.clip_high):
+        raise errors.BadInput("--clip-low, --clip-high: --full-vocabulary has no ratio that could be clipped")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -253,7 +256,19 @@ def main(args: Args) -> None:
         args = dataclasses.replace(args, model=str(arithmetic.HINTS_START))
     check_args(args)
     # Checks the flags, the data and the model files before any weights are loaded.
-    settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "teacher"])
+    settings = prepare(
+        args,
+        models=["policy"] if args.teacher_rate == 1 else ["policy", "teacher"],
+        teacher_in_update=args.full_vocabulary,
+    )
+    # batch.correct is the verdict of the first reward. batch.scores, the weighted sum of all, is not used here.
+    further = list(settings.reward.weights)[1:]
+    unused = [name for name in further if settings.reward.weights[name]]
+    if args.hint == "peer" and unused:
+        raise errors.BadInput(
+            f"--reward {' '.join(unused)}: --hint peer uses only the first reward, for right or wrong. With a weight "
+            "of 0 (NAME=0) the others are only reported; a single function can grade rows of several kinds"
+        )
     hinter = hints.Hinter(settings, partial(with_hint, template=args.hint_template))
     check_hints(args, settings.prompts, hinter)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
@@ -387,7 +402,6 @@ def main(args: Args) -> None:
                             response_mask=micro.response_mask,
                             denominator=denominator,
                         )
-                        clipped = 0
                         # This loss has no A. rollouts/ and the report show -KL for it: the policy's mean of
                         # log q - log p. It is measured while the weights change, and the last epoch's value stays.
                         advantages[micro.rows] = torch.where(
@@ -423,16 +437,15 @@ def main(args: Args) -> None:
                             clip_low=args.clip_low,
                             clip_high=args.clip_high,
                         )
+                        tracker.mean("train/clip_frac", clipped, micro.response_mask.sum())
                     # Gradients add up over the micro-batches. They are also summed over the ranks: during the last
                     # backward, or during each if whole gradients would take too much memory.
                     # FSDP would average over the ranks, but model.load turns that off.
                     loss.backward()
 
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
-                    tokens = micro.response_mask.sum()
+                    # Metrics of train/ are means over the tokens that had a forward.
                     tracker.loss("loss/policy", loss, micro)
-                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
-                    tracker.mean("train/clip_frac", clipped, tokens)
+                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), micro.response_mask.sum())
 
                 # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()

@@ -80,7 +80,7 @@ def main(args: Args) -> None:
     base = args.base or config.get("base_model_name_or_path")
     if not base:
         raise BadInput(f"{args.adapters}/adapter_config.json: names no model; give it as --base")
-    base = resolve_model(base)
+    base = resolve_model(base, "--base")
     load_tokenizer(base, "--base")  # refuses what is not there
     base_config = AutoConfig.from_pretrained(base)
     weights.refuse_quantized(base_config, f"--base {base}")

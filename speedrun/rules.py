@@ -84,7 +84,7 @@ MODULES = {
     "common.preflight": set(),
     "common.preflight.flags": {"EMBEDDED", "Flags", "launch"},
     "common.preflight.prepare": {"prepare"},
-    "common.preflight.ranges": {"Fraction", "LearningRate", "PositiveFraction", "Temperature"},
+    "common.preflight.ranges": {"Fraction", "LearningRate", "PositiveFraction", "Temperature", "WeightCap"},
     "common.rollout": set(),
     "common.rollout.engines": {"start"},
     "common.run": set(),

@@ -17,10 +17,13 @@ from common.data.templates import turn_end
 from common.errors import BadInput
 
 
-def resolve_model(model_path: str) -> str:
-    """The folder of modelscope:OWNER/NAME, downloaded if necessary. Any other name is unchanged. Raises BadInput."""
+def resolve_model(model_path: str, flag: str = "--model") -> str:
+    """The folder of modelscope:OWNER/NAME, downloaded if necessary. Any other name is unchanged. Raises BadInput.
+
+    flag: the flag that named the model.
+    """
     if model_path.startswith(sources.MODELSCOPE):
-        return sources.download(model_path, "model", "--model")
+        return sources.download(model_path, "model", flag)
     return model_path
 
 

@@ -87,6 +87,7 @@ def prepare(
     value_heads: Sequence[str] = (),
     prompts_per_draw: int = 0,
     most_draws: int = 1,
+    teacher_in_update: bool = False,
 ) -> Settings:
     """Check the whole input before a model is loaded, and settle what the user left open. Raises BadInput.
 
@@ -95,12 +96,13 @@ def prepare(
     value_heads: further models that are trained from --model, with one value for each token in place of logits.
     prompts_per_draw, most_draws: with dynamic sampling, the prompts that all ranks together sample at once, and how
     often they do in a step. 0: those of a step, once.
+    teacher_in_update: whether the frozen teacher has its forwards between those of the update, and not before it.
     """
     prompts_per_draw = prompts_per_draw or args.prompts_per_step
     size = check_flags(args, prompts_per_draw, most_draws)
     inputs = load_inputs(args, size, others or {})
     max_model_len = check_inputs(args, inputs)
-    settings = settle(args, inputs, (*models, *value_heads), max_model_len, prompts_per_draw)
+    settings = settle(args, inputs, (*models, *value_heads), max_model_len, prompts_per_draw, teacher_in_update)
     engines.check_servers(args.rollout_backend, inputs.model, max_model_len, settings.dtype, args.layout)
     show(settings)
     return settings
@@ -153,7 +155,7 @@ def load_inputs(args: Flags, size: int, others: dict[str, str]) -> Inputs:
     return Inputs(
         size=size,
         model=model,
-        others={flag: resolve_model(path) for flag, path in others.items()},
+        others={flag: resolve_model(path, f"--{flag}") for flag, path in others.items()},
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         prompts=data.load(args.dataset, source, "train", tokenizer, args.max_prompt_tokens),
@@ -207,7 +209,14 @@ def check_inputs(args: Flags, inputs: Inputs) -> int:
     return max_model_len
 
 
-def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: int, prompts_per_draw: int) -> Settings:
+def settle(
+    args: Flags,
+    inputs: Inputs,
+    models: tuple[str, ...],
+    max_model_len: int,
+    prompts_per_draw: int,
+    teacher_in_update: bool,
+) -> Settings:
     """Choose what the user left open, by the model and this machine. Raises BadInput if the run does not fit it."""
     dtype = precision.choose(args.dtype, inputs.model, inputs.resume)
     responses = prompts_per_draw * args.group_size
@@ -225,6 +234,7 @@ def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: 
         compute=compute,
         models=models,
         others=inputs.others,
+        teacher_in_update=teacher_in_update,
         offload=args.offload,
         backend=args.rollout_backend,
         rollout_tp=args.rollout_tp,

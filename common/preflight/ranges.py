@@ -10,14 +10,24 @@ FLOAT, and check() refuses the number in one line.
 import dataclasses
 from typing import Annotated, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from common.errors import BadInput
+
+
+def not_below_one(cap: float) -> float:
+    """A weight of exp(old - rollout) is 1 up to rounding, so a cap below 1 would shrink every loss."""
+    if 0 < cap < 1:
+        raise PydanticCustomError("weight_cap", "0 to turn it off, or 1 or more")
+    return cap
+
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 LearningRate = Annotated[float, Field(ge=0, lt=1)]  # 2 in place of 2e-6 is a slip
 Temperature = Annotated[float, Field(ge=0.01)]  # vLLM samples at 0.01 where less is asked
+WeightCap = Annotated[float, Field(ge=0), AfterValidator(not_below_one)]
 Seed = Annotated[int, Field(ge=0, le=10**9)]  # the engine's seeds are seed x 2^20 + step, in 64 bits
 
 FINITE = ConfigDict(allow_inf_nan=False)

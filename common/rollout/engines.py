@@ -5,7 +5,7 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
 
     generate(prompt_ids, n, temperature, max_tokens, seed, done, reply) -> Rollout
                                  n responses to each of this rank's prompts; temperature 0 is greedy; seed: no two calls
-                                 may have the same
+                                 that sample may have the same
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
                                  reply: turns.Reply or None; what an environment answers to a turn
     load_weights(named_tensors)  take the trainer's weights, full tensors; weight_sync.push calls it

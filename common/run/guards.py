@@ -67,15 +67,14 @@ class Trends:
         self.steps_without_signal += 1
         if self.steps_without_signal % SILENT_STEPS:
             return
-        # There is no average if nothing could be graded.
-        average = f", {metrics['reward/mean']:.3g} on average" if "reward/mean" in metrics else ""
+        # There is no mean if nothing could be graded.
+        mean = f" (mean reward {metrics['reward/mean']:.3g})" if "reward/mean" in metrics else ""
         message = (
-            f"step {metrics['step']}: for {self.steps_without_signal} steps all responses to a prompt have scored "
-            f"alike{average}"
+            f"step {metrics['step']}: no response has had an advantage for {self.steps_without_signal} steps{mean}"
         )
         if not self.had_signal:
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
-        warn(f"{message}: the responses to each prompt are all right or all wrong by now", "no-signal")
+        warn(f"{message}: by now, the responses to each prompt may be all right or all wrong", "no-signal")
 
     def check_truncation(self, metrics: dict[str, float]) -> None:
         """Warn when every response of a step was cut off, and stop after TRUNCATED_STEPS such steps in a row."""
@@ -101,7 +100,7 @@ class Trends:
             self.warn_once(
                 "entropy-collapse",
                 f"step {metrics['step']}: entropy is {entropy:.3g} nats a token, {start:.3g} in the first steps: "
-                "responses are all alike; lower --learning-rate, add --kl-coef, or raise --clip-high",
+                "responses are all alike; a lower --learning-rate keeps it up for longer",
             )
 
     def warn_once(self, code: str, message: str) -> None:

@@ -47,10 +47,11 @@ class Hinter:
     def check(self, prompts: Sequence[Prompt], hints: Sequence[str]) -> None:
         """Refuse hints that are known before the run if one does not fit into the model. Raises BadInput."""
         room = self.positions - self.max_response_tokens
-        for prompt, hint in zip(prompts, hints):
+        for place, (prompt, hint) in enumerate(zip(prompts, hints)):
             # A tokenizer makes at most one token of a byte, and twice that leaves room for what normalizing adds. So
-            # most hints fit for certain, and only the others take the time to be tokenized.
-            if len(prompt.ids) + 2 * len(self.write(self.said(prompt), hint).encode()) <= room:
+            # most hints fit for certain, and only the others take the time to be tokenized. The first is tokenized in
+            # any case: a chat template that can't render it would otherwise fail in the middle of the run.
+            if place and len(prompt.ids) + 2 * len(self.write(self.said(prompt), hint).encode()) <= room:
                 continue
             tokens = len(self.ids(prompt, hint))
             if tokens > room:

@@ -490,7 +490,8 @@ def metrics(case: Case, name: str, updates: list[tuple[list[Row], Net]]) -> dict
                 entropy += net.entropies[id(row)]
     if tokens:
         found["train/entropy"] = entropy / tokens
-        found["train/clip_frac"] = case.clipped_tokens / tokens
+        if not getattr(case.args, "full_vocabulary", False):  # a loss over the whole vocabulary has no ratio
+            found["train/clip_frac"] = case.clipped_tokens / tokens
     if getattr(case.args, "kl_coef", 0.0) and name != "prime":
         if case.kl:
             found["loss/kl"] = case.kl / tokens

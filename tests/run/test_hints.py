@@ -121,6 +121,14 @@ def test_hints_that_are_known_and_do_not_fit_are_refused_at_the_start():
         hinter.check(prompts, ["3", "1" * (room + 1)])
 
 
+def test_a_prompt_that_cannot_be_written_with_its_hint_fails_before_the_run():
+    """Also if it is short, and so needs no count of its tokens."""
+    tokenizer = arithmetic.tokenizer()
+    prompts = [plain("1+2=", tokenizer)]
+    with pytest.raises(BadInput, match="rows:1: "):
+        Hinter(Setup(tokenizer, prompts), lambda said, hint: "").check(prompts, [""])
+
+
 def test_every_hint_that_is_known_is_looked_at():
     """The one with most characters has few tokens here: six equal digits are one."""
     tokenizer = arithmetic.tokenizer()

@@ -61,7 +61,7 @@ def test_images_are_refused_before_loading_if_the_layers_turn_packing_off(idefic
     inputs = SimpleNamespace(model=idefics, size=1, resume=None, prompts=[UNSEEN], held_out=[SEEN])
     monkeypatch.setattr(packing_check, "why_not_packed", lambda *given: "chunks in some layers")
     with pytest.raises(BadInput, match=NEED_PACKING):
-        prepare.settle(args, inputs, ("policy",), 100, args.prompts_per_step)
+        prepare.settle(args, inputs, ("policy",), 100, args.prompts_per_step, False)
     args = sft.Args(model=idefics, output=str(tmp_path / "out"))
     with pytest.raises(BadInput, match=NEED_PACKING):
         offline.settle(args, idefics, [UNSEEN, SEEN], 1, 100)
