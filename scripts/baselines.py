@@ -170,6 +170,7 @@ WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "maze": ("{}",),
     "reverse": ("{}",),
 }
+EXAMPLES = {"sums": "57 - 19", "gcd": "12 and 18"}  # task: what its table puts into the wordings
 # Answers of simple rules to `gcd`, which stand in its table beside what a model has learned.
 RULES = {
     "the smaller number": min,
@@ -180,6 +181,7 @@ FRONT = {"sums": ("grpo", "grpo-random", "rejection", "sft")}  # runs that the R
 ACCURACY = ("eval/accuracy", "Greedy accuracy, held out.")  # what a picture shows: a column, and what it is
 PICTURED = {"reverse": ("eval/reward", "Share of characters that match, greedy, held out.")}  # no answer is ever right
 SAMPLES = 8  # responses to each held-out problem of these tasks
+HELD_OUT = 256  # problems of each of these tasks
 
 
 @dataclasses.dataclass
@@ -426,7 +428,8 @@ def table(task: str, short: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
     A mean over three seeds or more is followed by half of its 95 % interval (mean_of).
-    short: the table of the README, with one wording of the initial model, its best, and with the runs of FRONT alone.
+    short: the table of the README, with one wording of the initial model, its best, with the runs of FRONT alone, and
+    without the time, which depends on what else the machine did.
     """
     return "\n".join(table_lines(task, short))
 
@@ -443,12 +446,16 @@ def table_lines(task: str, short: bool) -> Iterator[str]:
         forms |= {"greedy_reward": ".3f", "sampled_reward": ".3f"}
     if plays:
         columns += " turns before | after, each seed |"
-    yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{columns} steps | responses | minutes |"
-    yield "|---|---|---|---|---|---|---|---|" + "---|---|" * (sampled_too + plays + graded)
+    time, dashes, no_time = ("", "", "") if short else (" minutes |", "---|", " |")
+    yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{columns} steps | responses |{time}"
+    yield "|---|---|---|---|---|---|---|" + dashes + "---|---|" * (sampled_too + plays + graded)
 
     def samples(*evaluations: dict) -> str:
         """Cells of what was sampled: means over the seeds, which have an evaluation each."""
-        cells = [mean_of([found[name] for found in evaluations], form) for name, form in forms.items()]
+        cells = []
+        for name, form in forms.items():
+            values = [found[name] for found in evaluations]
+            cells.append(mean_of(list(map(exact, values)) if form == ".1%" else values, form))
         return "".join(f" {cell} |" for cell in cells)
 
     if sampled_too:
@@ -457,17 +464,19 @@ def table_lines(task: str, short: bool) -> Iterator[str]:
         for wording, found in initial.items():
             if short and found["greedy"] < highest:
                 continue
-            label = "start" if wording == "{}" else f'initial model, "{wording.format("...")}"'
-            yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
+            label = "start" if wording == "{}" else f'initial model, asked "{wording.format(EXAMPLES[task])}"'
+            yield f"| {label} | | {exact(found['greedy']):.1%} | | |{samples(found)} | |{no_time}"
         answer, share = most_frequent_answer(task)
         if share > max(2 / 100, highest / 2):  # A smaller share would not mislead a reader.
-            yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
+            yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | |{no_time}"
         for rule, share in shares_of_rules().items() if task == "gcd" else []:
-            yield f"| {rule} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
+            yield f"| {rule} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | |{no_time}"
     for name, seeds in curves(task).items():
         if short and name not in FRONT.get(task, (name,)):
             continue
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
+        if sampled_too:
+            accuracies = [list(map(exact, values)) for values in accuracies]
         after = [values[-1] for values in accuracies]
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
         abouts = described(task, name)
@@ -479,8 +488,14 @@ def table_lines(task: str, short: bool) -> Iterator[str]:
         yield (
             f"| `{name}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {mean_of(after, '.1%')} |{cells} "
-            f"{int(seeds[0][-1]['step'])} | {round(responses):,} | {minutes:.1f} |"
+            f"{int(seeds[0][-1]['step'])} | {round(responses):,} |{'' if short else f' {minutes:.1f} |'}"
         )
+
+
+def exact(share: float) -> float:
+    """A share of held-out problems or samples that was stored with four digits: 0.0195 is 5 / 256, and so 2.0 %."""
+    parts = HELD_OUT * SAMPLES
+    return round(share * parts) / parts
 
 
 def mean_of(values: list[float], form: str) -> str:

@@ -183,7 +183,9 @@ def table(job: Job, folder: Path = run.RECORDS) -> str:
     records.sort(key=lambda each: (not counts(job, each[1]), each[1]["flops"]))
     for path, record in records:
         seeds = record["seeds"].values()
-        accuracies = [f"{claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%})" for claims in seeds]
+        accuracies = [
+            f"{claims['right'] / job.held_out:.1%} ({claims['low']:.1%} to {claims['high']:.1%})" for claims in seeds
+        ]
         fields = (
             f"[{path.name}](records/{path.name}/train.py)",
             f"{record['flops'] / 1e15:.3f}",

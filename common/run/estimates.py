@@ -28,7 +28,7 @@ import numpy as np
 
 Z = NormalDist().inv_cdf(0.975)
 # Quantiles of Student's t for which the expansion in student() is too small: 4.4 with one degree of freedom.
-FEW_DEGREES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+FEW_DEGREES = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645}
 
 
 def pass_at_k(n: int, correct, k: int) -> np.ndarray:
