@@ -85,14 +85,20 @@ def take_pipes() -> tuple[TextIO, TextIO]:
 
 
 def answer_in_threads(handler: Handler, requests: TextIO, send: Send) -> None:
-    """Answer requests side by side. An error fails its own request only."""
+    """Answer requests side by side. An error fails its own request only, except MemoryError, which ends the process.
+
+    Other requests may hold the memory, so whoever comes next would fail as well. A new process is empty.
+    """
 
     def respond(number: int, request: Any) -> None:
         send(number, handler.answer(request))
 
     def report_error(number: int, future: Future) -> None:
         error = future.exception()
-        if error is not None:
+        if isinstance(error, MemoryError):
+            send(None, None, describe(error))
+            os.killpg(0, signal.SIGKILL)
+        elif error is not None:
             send(number, None, describe(error))
 
     with ThreadPoolExecutor(handler.threads) as threads:

@@ -157,7 +157,9 @@ class Child:
 
     def stop(self) -> None:
         """Kill the process, and wait until it has ended."""
-        self.kill()
+        # If its exit status has been read, another process may have its number by now.
+        if self.process.returncode is None:
+            self.kill()
         # A process that has left the group lives on. It may hold the pipe open, so do not wait for ever.
         self.reader.join(STOP_SECONDS)
 

@@ -60,7 +60,7 @@ PROCESSES = 32  # of a program, its threads included
 OPEN_FILES = 64
 FILE_BYTES = 16 * 2**20  # one file
 WORK_BYTES = 64 * 2**20  # all files of a program together
-FIRST_UID = 60000  # root's programs run as a user without rights, each worker's as another one
+FIRST_UID = 60000  # root's programs run as a user without rights, each program as another one
 
 # A program sees nothing of the trainer's environment. Threads of numpy's libraries would count as processes.
 ENVIRONMENT = {

@@ -163,10 +163,11 @@ def start_in_process(config: EngineConfig, stop_token_ids: list[int], world: Wor
         try:
             engine = vllm_engine.VLLMEngine(config, stop_token_ids, world)
         except ValueError as error:
-            if "memory" not in str(error):
+            if not vllm_engine.is_about_memory(str(error)):
                 raise
             reason = str(error).split(". ")[0]
-            raise RunFailed(f"vLLM does not start: {reason}; {vllm_engine.MEMORY_CURE}", code="engine-memory") from None
+            cure = vllm_engine.memory_cure()
+            raise RunFailed(f"vLLM does not start: {reason}; {cure}", code="engine-memory") from None
     say(f"engine: {engine.settings()}")
     use_cores()  # on a GPU vLLM has set one thread; on a CPU it has also made this call do nothing
     # All that is loaded by now stays. Python's garbage collector need not walk through it in every step.

@@ -4,6 +4,7 @@ vLLM takes 8 s to import and reads its environment only then, so it is imported 
 """
 
 import gc
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from common.placement import Layout, World, drop_pages
 from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather, spread_seed
 from common.rollout.turns import Reply
 
-MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
 CPU_BLOCK_TOKENS = 32  # tokens in a block of a CPU's KV cache: the fewest that vLLM allows
 
 
@@ -113,10 +113,23 @@ def request(ids: list[int]) -> dict:
     return {"prompt_token_ids": ids.compact, "multi_modal_data": {"image": ids.pictures()}}
 
 
+def is_about_memory(message: str) -> bool:
+    """Whether vLLM says that there is too little memory. "shared_memory" and paths don't count."""
+    return re.search(r"(?<![\w/])memory(?![\w/])", message, re.IGNORECASE) is not None
+
+
+def memory_cure() -> str:
+    """What to do if the engine finds too little memory. On a CPU --rollout-memory has no effect."""
+    first = "change --rollout-memory, or take" if torch.cuda.is_available() else "take"
+    return f"{first} a larger --rollout-tp or a smaller --max-response-tokens"
+
+
 def request_seed(seed: int, number: int, n: int) -> int:
     """Seed of prompt `number` of a step: its n responses take this seed and the next n - 1. It fits into 63 bits."""
     width = 1 << (n - 1).bit_length()  # a power of two: spread_seed() XORs, which keeps such blocks apart
-    return spread_seed(((seed << 20) + number) * width % 2**62)
+    block = ((seed << 20) + number) * width
+    # What is above 62 bits, a large --seed, isn't lost: it changes the other bits.
+    return spread_seed((block ^ (block >> 62) * 0x9E3779B97F4A7C15 * width) % 2**62)
 
 
 class VLLMEngine:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,7 +36,7 @@ from transformers.utils import cached_file
 
 from common.data.prompts import PromptLoader
 from common.data.tokenizer import image_tokens
-from common.errors import BadInput, RunFailed, say, warn
+from common.errors import BadInput, RunFailed, raise_together, say, warn
 from common.placement import World
 from common.preflight import folders, run_directory
 from common.preflight.flags import Saving
@@ -50,6 +51,7 @@ Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
 # Size of a file in trainer/. safetensors builds a whole file in memory before it writes it, and writer_for() lets two
 # threads write, so a save needs about four times this much memory on each rank's machine.
 FILE_BYTES = 2**28
+WRITE_ERRORS = (OSError, SafetensorError, dcp.CheckpointException)  # the last one is no Exception
 
 
 class Saver:
@@ -216,14 +218,14 @@ class Saver:
             self.save(step, metrics)
 
     def save(self, step: int, metrics: dict[str, float], position: int | None = None) -> None:
-        """Write checkpoints/step_NNNNNN, with async_save in a thread. Raises RunFailed on a full disk.
+        """Write checkpoints/step_NNNNNN, with async_save in a thread.
 
+        Raises RunFailed on all ranks if it can't be written. With async_save the next call does.
         position: where the next prompts begin. None: after the prompts of the steps that are done.
         Collective: every rank calls it.
         """
         self.finish_writing()
         self.check_space(step)
-        self.saved_step = step
         folder = self.run_dir / "checkpoints" / f"step_{step:06d}"
         if self.world.is_main:
             folders.begin(folder)
@@ -255,9 +257,14 @@ class Saver:
             trainer_written = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
             self.writing = self.thread.submit(self.complete, folder, weights, saved, trainer_written)
         else:
-            dcp.save(tensors, storage_writer=writer)
-            self.complete(folder, weights, saved)
-            dist.barrier()
+            error = None
+            try:
+                dcp.save(tensors, storage_writer=writer)  # if a rank fails, it raises on all of them
+                self.complete(folder, weights, saved)
+            except WRITE_ERRORS as failed:
+                error = not_written(folder, failed)
+            raise_together(error)  # complete() writes on rank 0 alone
+        self.saved_step = step
 
     def rescue(self, step: int, position: int) -> None:
         """Save the state of a run that fails, unless it is saved already or has weights that are not finite.
@@ -275,9 +282,9 @@ class Saver:
             self.save(step, {}, position)
             self.finish_writing()
             say(f"\nsaved after step {step}; to go on: {stopping.command(self.run_dir)}")
-        except (RunFailed, dcp.CheckpointException) as failed:
+        except RunFailed as failed:
             # The disk is full, or cannot be written to. The reason why the run fails is printed after this.
-            say(f"\nnot saved after step {step}: {first_line(failed)}")
+            say(f"\nnot saved after step {step}: {failed}")
 
     def complete(
         self,
@@ -306,11 +313,20 @@ class Saver:
         folders.rotate(self.run_dir, self.saving.keep_checkpoints)
 
     def finish_writing(self) -> None:
-        """Wait until an asynchronous save is on the disk. Collective: every rank calls it."""
-        if self.writing:
-            self.writing.result()
-            self.writing = None
-            dist.barrier()
+        """Wait until an asynchronous save is on the disk. Collective: every rank calls it.
+
+        Raises RunFailed on all ranks if it can't be written, and once: the next call finds nothing to wait for.
+        """
+        if not self.writing:
+            return
+        writing, self.writing = self.writing, None
+        error = None
+        try:
+            writing.result()
+        except WRITE_ERRORS as failed:
+            self.saved_step = 0  # so that rescue() tries again
+            error = not_written(self.run_dir / "checkpoints", failed)
+        raise_together(error)
 
     def check_space(self, step: int) -> None:
         """Raise RunFailed on all ranks if the disk has no room for a checkpoint. Collective: every rank calls it."""
@@ -506,9 +522,13 @@ def read_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
         raise RunFailed(f"{folder}: cannot be read: {first_line(failed)}", code="checkpoint-damaged") from None
 
 
-def first_line(failed: RunFailed | dcp.CheckpointException) -> str:
+def not_written(folder: Path, failed: BaseException) -> RunFailed:
+    """The error of a checkpoint that can't be written. A quota, for example, is not seen beforehand."""
+    return RunFailed(f"{folder}: cannot be written: {first_line(failed)}", code="disk-full")
+
+
+def first_line(failed: BaseException) -> str:
     """What went wrong, in one line: with torch's checkpoints, on the first rank that failed."""
-    if isinstance(failed, RunFailed):
-        return str(failed)
-    error = next(iter(failed.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".split("\n")[0]
+    if isinstance(failed, dcp.CheckpointException):
+        failed = next(iter(failed.failures.values()))[0]
+    return f"{type(failed).__name__}: {failed}".split("\n")[0]

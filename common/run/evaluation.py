@@ -73,10 +73,10 @@ class Evaluator:
         environment, eval/turns. Raises RunFailed if no prompt could be graded.
         """
         prompts_here = prompts[self.world.rank :: self.world.size]
-        grading = self.reward.begin_early(prompts_here, self.tokenizer)
+        reply = self.reward.environment.replies(prompts_here, step=0) if self.reward.environment else None
         ids = [prompt.ids for prompt in prompts_here]
         done = Progress(len(ids))
-        rollout = self.engine.generate(ids, n, temperature, self.max_tokens, seed, done=done, reply=grading.reply)
+        rollout = self.engine.generate(ids, n, temperature, self.max_tokens, seed, done=done, reply=reply)
         texts = texts_of(rollout, self.tokenizer)
         results = self.reward.score(prompts_here, texts, rollout, self.world)
 

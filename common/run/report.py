@@ -289,9 +289,7 @@ def check_signal(args: dict, metrics: Rows) -> Found:
         return [(True, "Every step had an advantage to learn from.")]
     longest = max(len([*run]) for is_silent, run in groupby(largest, lambda value: value == 0) if is_silent)
     fine = longest < guards.SILENT_STEPS and silent < len(largest)
-    return [
-        (fine, f"{silent:,} of {len(largest):,} steps taught nothing, because all responses to a prompt scored alike.")
-    ]
+    return [(fine, f"In {silent:,} of {len(largest):,} steps no response had an advantage.")]
 
 
 def check_responses(args: dict, metrics: Rows) -> Found:
@@ -550,7 +548,7 @@ def response_line(row: dict) -> str:
 def why_not(info: dict) -> str:
     """What the grader says about a response that is not right, such as the first test that a program has failed."""
     said = [str(info[name]) for name in ("ungraded", "failure", "error", "timeout", "died") if info.get(name)]
-    if "tests" in info:
+    if "tests" in info and "passed" in info:  # a user's reward may use one of the names for something else
         said.insert(0, f"{info['passed']} of {info['tests']} tests passed")
     return f"<br>{html.escape('; '.join(said)[:300])}" if said else ""
 

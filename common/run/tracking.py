@@ -338,7 +338,10 @@ class Tracker(Metrics):
         if self.sampled is None:
             return ""
         path = self.run_dir / "rollouts" / f"refused_{step:06d}.jsonl"
-        traces.write(path, self.world, self.sampled)
+        try:
+            traces.write(path, self.world, self.sampled)
+        except OSError as error:  # on rank 0, when all ranks have sent it theirs: the reason of the failure comes first
+            return f"; its responses could not be written: {error}"
         return f"; its responses are in {path}"
 
     def refresh_report(self) -> None:

@@ -136,15 +136,15 @@ def test_an_observation_that_the_template_refuses_ends_its_episode_alone(chat_mo
     environment.suffix = Suffix(tokenizer, [1], "user")
     ask, ended = environment.pool.ask, []
 
-    def noted(number, problem, texts, ends):
-        ended.append(ends)
-        return ask(number, problem, texts, ends)
+    def noted(number, problem, texts, ends, again=False):
+        ended.append((ends, again))
+        return ask(number, problem, texts, ends, again)
 
     environment.pool.ask = noted
     (turns,) = open_turns([[5]], 1, 64)
     turns.add([7, 1], [0.0, 0.0], False)
     assert environment.reply(problem_of(Prompt("p:1", "?", [5], ""), 1), turns) is None
-    assert ended == [False, True], "the worker keeps no environment of an episode that has ended"
+    assert ended == [(False, False), (True, True)], "the worker keeps no environment of an episode that has ended"
     assert turns.failure == "wrong" and "roles must alternate" in environment.first_failures["wrong"]
 
 
@@ -535,6 +535,51 @@ def test_a_bad_turn_is_an_outcome_with_a_code_and_the_next_episode_goes_on(bad):
         found, said = failure(pool, kind, key=2 * number)
         assert (found, said.rpartition("\n")[2][-len(message) :]) == (code, message), kind
         assert pool.ask(2 * number, PROBLEM, ["fine"], False).items() >= good.items(), kind
+    pool.close()
+
+
+def test_an_episode_that_ends_with_turns_that_were_answered_is_not_played_again(tmp_path):
+    """As when the observation leaves no room: a tool with effects would have them twice."""
+    file = tmp_path / "log.py"
+    log = tmp_path / "log.txt"
+    file.write_text(f"""
+from common.rollout.environments import Environment, Step
+def note(word):
+    with open({str(log)!r}, "a") as file:
+        file.write(word + " ")
+class Log(Environment):
+    def reset(self, problem):
+        note("reset")
+    def step(self, text):
+        note(text)
+        return Step("on")
+    def score(self):
+        return 1.0
+""")
+    pool = EnvironmentPool(f"{file}:Log", "plain")
+    for texts in (["a"], ["b", "c"]):
+        key = len(texts)
+        for turn in range(len(texts)):
+            assert pool.ask(key, PROBLEM, texts[: turn + 1], False)["observation"] == "on"
+        assert pool.ask(key, PROBLEM, texts, True, again=True)["result"][0] == 1.0
+    assert log.read_text().split() == ["reset", "a", "reset", "b", "c"]
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["answer", "call", "error", "format", "problem", "turns"])
+def test_a_tool_has_no_name_that_tools_has_for_something_else(name):
+    with pytest.raises(BadInput, match=f"tool {name}: "):
+        tools.schemas(type("Mine", (tools.Tools,), {name: lambda self: "said"}))
+
+
+def test_a_process_that_is_out_of_memory_is_replaced(bad):
+    """Other episodes of it may hold the memory. Without a new process all later ones would fail as well."""
+    pool = EnvironmentPool(f"{bad}:Bad", "plain")
+    pool.workers = pool.workers[:1]
+    pool.ask(0, PROBLEM, ["fine"], False)
+    before = pool.workers[0].child
+    assert failure(pool, "memory", key=1)[0] == "died"
+    assert pool.ask(2, PROBLEM, ["fine"], False)["observation"] == "fine" and pool.workers[0].child is not before
     pool.close()
 
 

@@ -253,6 +253,14 @@ def test_the_seeds_of_requests_differ_in_the_bits_that_a_cpu_reads():
     assert len(read) == len(seeds) == 3 * 4 * 4 * 8
 
 
+@pytest.mark.parametrize("n", [1, 8, 64])
+def test_no_two_runs_have_the_seeds_of_their_requests_in_common(n):
+    """With the largest --seed, too: 62 bits have no room for a seed of 30, a step of 20, a prompt and a response."""
+    runs = [0, 1, 2, 8192, 2**16, 2**16 + 1, 2**19, 2**20, 5 * 10**8, 10**9]
+    seeds = [request_seed(run * 2**20 + step, 3, n) + i for run in runs for step in (1, 2, 500) for i in range(n)]
+    assert len(set(seeds)) == len(runs) * 3 * n and max(seeds) < 2**63
+
+
 def test_a_cpus_bfloat16_head_gives_float32_logits():
     """Also after the weight of its layer has changed, once it is told so."""
     from common.rollout.vllm_weights import Float32Head  # it imports vLLM

@@ -31,7 +31,7 @@ from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.placement import COLLECTIVE_TIMEOUT_SECONDS, TORCHRUN_VARIABLES, Layout
 from common.preflight.folders import complete, step_of
-from common.rollout import engines
+from common.rollout import engines, vllm_engine
 from common.rollout.servers import client, process, vllm_api, weights
 from common.rollout.servers.vllm_api import Control
 from common.rollout.servers.weights import cut
@@ -467,6 +467,25 @@ def test_an_update_amid_responses_stops_them_between_two_tokens(scripted, update
     assert asked == ["pause?mode=keep&clear_cache=false", *update, *reset, "resume"]
 
 
+def test_a_server_goes_on_although_another_one_is_lost_when_they_are_to_resume(monkeypatch):
+    """The first error cancels the requests to all others."""
+    asked = []
+
+    async def at_once(self, request):
+        if request.url.path == "/resume":
+            if request.url.host == "a":
+                raise httpx.ConnectError("refused")
+            await asyncio.sleep(5)  # it is cancelled
+        return httpx.Response(200, json={})
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", at_once)
+    monkeypatch.setattr(httpx, "post", lambda url, **given: asked.append(url))
+    monkeypatch.setattr(client, "healthy", lambda url, route: True)
+    with pytest.raises(RunFailed, match="http://a"), Control(["http://a", "http://b"]).paused("/pause", "/resume"):
+        pass
+    assert "http://b/resume" in asked
+
+
 @pytest.mark.parametrize("lost_in", ["/pause", "an update"])
 def test_after_a_failed_update_each_server_goes_on_that_is_there(lost_in, monkeypatch):
     """The first has been lost, and its error is the one that is told. The second may belong to the user."""
@@ -763,7 +782,7 @@ def ask_one(monkeypatch):
         monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
         done = lambda *given: told.append(given)
         versions = iter([range(2, 3), range(2 + updates, 3 + updates)])
-        request = ("http://a", {"sampling_params": {"n": n}})
+        request = ("http://a", {"sampling_params": {"n": n, "stop_token_ids": [9]}})
         return asyncio.run(client.ask_all([request], lambda: next(versions), done, api=vllm_api))[0]
 
     return ask
@@ -779,7 +798,7 @@ def test_with_a_kept_cache_a_request_reads_no_prompt_that_older_weights_have_com
 
     transport = httpx.MockTransport(answer)
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
-    requests = [("http://a", {"sampling_params": {"n": 2}})]
+    requests = [("http://a", {"sampling_params": {"n": 2, "stop_token_ids": [9]}})]
     for versions in (range(2, 3), range(2, 4), range(2, 3)):
         asyncio.run(client.ask_all(requests, lambda now=versions: now, None, api=vllm_api, salted=True))
     assert salts[0] == salts[2] != salts[1]
@@ -813,9 +832,9 @@ def test_a_connection_that_was_idle_is_not_used_again(monkeypatch):
         def follow(i, response):
             turns.append(response)
             time.sleep(1.7)  # the environment answers
-            return {"sampling_params": {"n": 1}} if len(turns) < 2 else None
+            return {"sampling_params": {"n": 1, "stop_token_ids": [9]}} if len(turns) < 2 else None
 
-        request = (url, {"sampling_params": {"n": 1}})
+        request = (url, {"sampling_params": {"n": 1, "stop_token_ids": [9]}})
         return await client.ask_all([request], lambda: range(2, 3), None, follow, api=vllm_api)
 
     ((response,),) = asyncio.run(play())
@@ -831,6 +850,27 @@ def test_responses_come_in_order_and_whole(ask_one):
     assert [response.truncated for response in found] == [False, True]
     assert found[0].token_ids == [7, 1] and found[0].logprobs == [-0.5, -0.1]
     assert found[0].versions == [2, 2]
+
+
+@pytest.mark.parametrize("stop_token_ids, truncated", [([1], False), ([7], True), ([], True)])
+def test_a_response_that_ends_with_its_last_allowed_token_is_not_cut_off(stop_token_ids, truncated):
+    """SGLang looks at the length first, and says that it is. vLLM and transformers look at the token."""
+    choice = client.Choice([7, 1], [-0.5, -0.1], True, [client.VersionSpan(version="2", start=0, end=2)])
+    assert client.to_response(choice, {"2": 2}, "http://a", stop_token_ids).truncated == truncated
+
+
+@pytest.mark.parametrize(
+    "message, is_about",
+    [
+        ("ValueError: No available memory for the cache blocks.", True),
+        ("CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("Free memory on device (1/2 GiB) is less than desired", True),
+        ("unknown backend shared_memory", False),
+        ("/data/memory/model: no such folder", False),
+    ],
+)
+def test_an_error_is_about_memory_if_it_says_so_and_not_by_a_name(message, is_about):
+    assert vllm_engine.is_about_memory(message) == is_about
 
 
 def test_each_token_has_the_version_of_its_weights(ask_one):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 import yaml
 from helpers import checkpoint_state
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -245,18 +247,50 @@ def test_a_run_that_fails_saves_no_weights_that_are_not_finite(models, world, tm
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
 
 
-def test_a_save_that_fails_does_not_hide_why_the_run_does(models, world, tmp_path, monkeypatch, capsys):
+QUOTA = OSError(122, "Disk quota exceeded")
+
+
+@pytest.mark.parametrize(
+    "module, name, error",
+    [
+        (checkpoint.dcp, "save", checkpoint.dcp.CheckpointException("write", {0: (QUOTA, None)})),  # on any rank
+        (checkpoint, "write_model", QUOTA),  # on rank 0
+        (checkpoint, "write_model", SafetensorError("Error while serializing")),
+    ],
+)
+def test_a_save_that_fails_does_not_hide_why_the_run_does(
+    models, world, tmp_path, monkeypatch, capsys, module, name, error
+):
     """A quota is not seen beforehand, and the error of torch's checkpoints is no Exception."""
     saver = start(models, world, tmp_path)
     step(*saver.trained["policy"])
 
     def full(*given, **named):
-        raise checkpoint.dcp.CheckpointException("write", {0: (OSError(122, "Disk quota exceeded"), None)})
+        raise error
 
-    monkeypatch.setattr(checkpoint.dcp, "save", full)
-    saver.rescue(3, 0)
-    assert "not saved after step 3: OSError: [Errno 122] Disk quota exceeded" in capsys.readouterr().out
+    monkeypatch.setattr(module, name, full)
+    said = "SafetensorError: " if isinstance(error, SafetensorError) else "OSError: [Errno 122] Disk quota exceeded"
+    for _ in range(2):  # the second call tries again
+        saver.rescue(3, 0)
+        assert re.search(f"not saved after step 3: .*{re.escape(said)}", capsys.readouterr().out)
+    with pytest.raises(RunFailed, match=re.escape(said)) as failed:
+        saver.save(3, {})
+    assert failed.value.code == "disk-full"
     assert not folders.complete(tmp_path)
+
+
+def test_an_asynchronous_save_that_fails_is_reported_once(models, world, tmp_path, monkeypatch):
+    """The run may go on, or fail for another reason: its last state is saved then."""
+    saver = start(models, world, tmp_path, async_save=True)
+    step(*saver.trained["policy"])
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_model", lambda *given: (_ for _ in ()).throw(QUOTA))
+        saver.save(3, {})
+        with pytest.raises(RunFailed, match="Disk quota exceeded"):
+            saver.finish_writing()
+    saver.finish_writing()
+    saver.rescue(3, 0)
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
 
 
 def test_a_run_that_fails_amid_an_update_saves_models_whose_weights_are_gathered(models, world, tmp_path):
@@ -367,7 +401,7 @@ def test_an_asynchronous_save_that_fails_is_noticed_before_the_next_one(models, 
         broken.setattr(checkpoint, "write_model", lambda *given: os.stat(tmp_path / "absent"))
         saver.save(3, {})
         wait([saver.writing])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(RunFailed, match="cannot be written: FileNotFoundError"):
         saver.save(4, {})
 
 

@@ -149,7 +149,9 @@ def test_turns_of_an_episode_are_counted_and_not_its_tokens(world):
         return rollout
 
     evaluator.engine.generate = with_episodes
-    environment = SimpleNamespace(replies=lambda *given: None, results=lambda episodes, world: [Result(0.0, 0.0)] * 2)
+    environment = SimpleNamespace(
+        replies=lambda prompts, step: None, results=lambda episodes, world: [Result(0.0, 0.0)] * 2
+    )
     evaluator.reward.environment = environment
     metrics = Metrics(world)
     evaluator.evaluate(prompts, metrics=metrics)

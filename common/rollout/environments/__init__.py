@@ -8,7 +8,7 @@ A subclass of Environment with three methods. It runs in a worker process, one o
         def score(self): ...                 after the last turn -> Result(score, acc)
 
 The state of an episode must follow from its problem and the turns alone, random numbers included: draw them from
-problem.seed. After another episode has killed its worker, reset() and step() are called again with the same texts.
+problem.seed. If its process was lost, also by another episode, reset() and step() are called again with the same texts.
 `Tools` (tools.py) is an environment whose methods the policy calls.
 """
 

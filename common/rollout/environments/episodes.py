@@ -80,13 +80,13 @@ class Environments:
                     suffix = self.suffix.ids(observations)
             except (BadInput, TemplateError) as error:
                 # For example several messages, where the template wants the roles to alternate.
-                ask(True)  # or the worker would keep the environment open
+                ask(True, again=True)  # or the worker would keep the environment open
                 answer = Failure("wrong", f"observed what the chat template refuses: {error}")
         # No room for another turn: ask for the score of the turns so far.
         if suffix is not None and len(suffix) >= turns.room:
             suffix = None
             turns.truncated = True
-            answer = ask(True)
+            answer = ask(True, again=True)
         if suffix is None:
             self.end(turns, answer)
         else:

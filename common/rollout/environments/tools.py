@@ -65,6 +65,9 @@ class ToolCall(BaseModel):
         return not self.arguments and isinstance(value, dict) and bool(value)
 
 
+TAKEN = ("answer", "call", "error", "format", "problem", "turns")  # attributes of Tools, so no names for tools
+
+
 class Tools(Environment):
     """Public methods of a subclass are tools. They need type annotations; the docstring is what the model reads."""
 
@@ -144,8 +147,17 @@ def checked_tool(tools: Tools, name: str) -> TypeAdapter:
     return TypeAdapter(getattr(tools, name), config=ConfigDict(strict=True))
 
 
+def check_names(kind: type[Tools]) -> None:
+    """Refuse tools with a name that Tools has for something else. Raises BadInput."""
+    for name in TAKEN:
+        method = getattr(kind, name, None)
+        if inspect.isroutine(method) and method is not getattr(Tools, name, None):
+            raise BadInput(f"tool {name}: Tools has this name for something else; choose another one")
+
+
 def schemas(kind: type[Tools]) -> list[dict]:
     """The tools in the JSON form that chat templates take. Raises BadInput for a parameter without a type."""
+    check_names(kind)
     tools = []
     for name in tool_names(kind):
         # A schema needs methods without self, and so an object. Its __init__ may do anything, and is not called.

@@ -64,33 +64,38 @@ class EnvironmentPool:
         self.workers = [Worker(program) for _ in range(cores_of_this_rank())]
         for worker in self.workers:
             worker.max_open = UNTRIED
-        # For lost episodes, one at a time. It is replaced now and then, because it keeps what it has played.
-        self.lone_worker = Worker(dataclasses.replace(program, max_requests=THREADS))
+        # For lost episodes, each alone in a process. A process is replaced now and then, in case an episode leaves
+        # something behind.
+        lone = dataclasses.replace(program, arguments=[spec, call_format, False], max_requests=THREADS)
+        self.lone_workers = [Worker(lone) for _ in self.workers]
         try:
             self.info = EnvironmentInfo(**self.workers[0].start())
         except RunFailed as failure:
             raise BadInput(str(failure)) from None
 
-    def ask(self, key: int, problem: dict, texts: list[str], ends: bool) -> dict | Failure:
-        """The answer of Episodes.answer() to the turns of episode `key` so far, or a Failure. Raises nothing."""
+    def ask(self, key: int, problem: dict, texts: list[str], ends: bool, again: bool = False) -> dict | Failure:
+        """The answer of Episodes.answer() to the turns of episode `key` so far, or a Failure. Raises nothing.
+
+        again: these turns have been answered, and now the episode ends with them.
+        """
         worker = self.workers[key % len(self.workers)]
         # A process that begins an episode takes all its steps at once.
         seconds_from_start = self.info.seconds * (1 + len(texts))
         from_start = [key, problem, texts, ends]
         try:
             answer = UNKNOWN
-            # At the first turn no process can know the episode.
-            if len(texts) > 1:
+            # When the first turn is asked for, no process can know the episode.
+            if len(texts) > 1 or again:
                 answer = worker.ask([key, None, texts, ends], self.info.seconds)
             if answer == UNKNOWN:
                 answer = worker.ask(from_start, seconds_from_start)
             if isinstance(answer, Failure) and answer.kind in ("timeout", "died"):
-                worker = self.lone_worker
+                worker = self.lone_workers[key % len(self.lone_workers)]
                 answer = worker.ask(from_start, seconds_from_start)
         except RunFailed as failure:
             # The class could be loaded at the start, but not again. If it stays like this, results() ends the run.
             return Failure("died", str(failure))
-        if not isinstance(answer, Failure) and worker is not self.lone_worker:
+        if not isinstance(answer, Failure) and worker not in self.lone_workers:
             with worker.changed:
                 worker.max_open = answer["places"]
                 worker.changed.notify_all()
@@ -98,15 +103,18 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End all processes. The next ask() starts one again."""
-        for worker in [*self.workers, self.lone_worker]:
+        for worker in [*self.workers, *self.lone_workers]:
             worker.stop()
 
 
 # Inside a worker
 
 
-def load(spec: str, call_format: str) -> Handler:
-    """The handler of an environment's class. Raises BadInput, and what importing a user's file raises."""
+def load(spec: str, call_format: str, keeps: bool = True) -> Handler:
+    """The handler of an environment's class. Raises BadInput, and what importing a user's file raises.
+
+    keeps: whether episodes stay open for their next turn.
+    """
     environment_class = find(spec)
     tools = []
     if issubclass(environment_class, Tools):
@@ -120,7 +128,7 @@ def load(spec: str, call_format: str) -> Handler:
         has_score=environment_class.score is not None,
     )
     return Handler(
-        answer=Episodes(environment_class).answer,
+        answer=Episodes(environment_class, keeps).answer,
         memory_gib=environment_class.memory_gib,
         facts=vars(info),
         threads=THREADS,
@@ -148,8 +156,9 @@ def find(spec: str) -> type[Environment]:
 class Episodes:
     """The environments of this process, by the key of their episode."""
 
-    def __init__(self, environment_class: type[Environment]):
+    def __init__(self, environment_class: type[Environment], keeps: bool):
         self.environment_class = environment_class
+        self.keeps = keeps
         self.open: dict[int, tuple[Environment, list[Step]]] = {}  # key -> the environment, and its steps so far
         self.answered = 0
         self.seconds_before = core_seconds()
@@ -174,7 +183,7 @@ class Episodes:
         result = None
         if done and environment.score:
             (result,) = to_rows([environment.score()], 1)
-        if not done:
+        if not done and self.keeps:
             self.open[key] = environment, steps
         self.answered += 1
         return {

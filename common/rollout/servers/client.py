@@ -196,11 +196,14 @@ async def ask(
         choices = api.read_choices(reply.content, body["sampling_params"]["n"])
     # Updates may have come while the responses were under way.
     allowed = {str(version): version for version in range(oldest, versions().stop)}
-    return [to_response(choice, allowed, url) for choice in choices]
+    return [to_response(choice, allowed, url, body["sampling_params"]["stop_token_ids"]) for choice in choices]
 
 
-def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
-    """A choice with the version of each token. Raises RunFailed for a version that is not in `allowed`."""
+def to_response(choice: Choice, allowed: dict[str, int], url: str, stop_token_ids: list[int]) -> Response:
+    """A choice with the version of each token. Raises RunFailed for a version that is not in `allowed`.
+
+    A response whose last allowed token ends it isn't cut off. SGLang calls it so, because it looks at the length first.
+    """
     versions = []
     for span in choice.spans:
         if span.version not in allowed:
@@ -209,7 +212,8 @@ def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
             message = f"rollout server {url} has weights of version {span.version}, not {expected}"
             raise RunFailed(message, code="weight-version")
         versions += [allowed[span.version]] * (span.end - span.start)
-    return Response(choice.token_ids, choice.logprobs, choice.truncated, versions)
+    truncated = choice.truncated and choice.token_ids[-1] not in stop_token_ids
+    return Response(choice.token_ids, choice.logprobs, truncated, versions)
 
 
 async def watch(route: str, seconds: float, is_excused: Callable[[], bool] = lambda: False) -> None:
@@ -313,16 +317,20 @@ class Control:
 
         Unfinished responses continue afterwards, and new requests wait. pause, resume: routes. body: sent to `pause`.
         """
-        complete = False
+        complete = resumed = False
         try:
             self.request("POST", pause, body)
             yield
             complete = True
         finally:
-            if complete:
-                self.request("POST", resume, {})
-            else:
-                self.tell_each(resume)
+            try:
+                if complete:
+                    self.request("POST", resume, {})
+                    resumed = True
+            finally:
+                # One lost server cancels the requests to the others.
+                if not resumed:
+                    self.tell_each(resume)
 
     def tell_each(self, route: str) -> None:
         """Ask servers one by one to end or undo something, whatever they answer: one may be gone, and others may belong

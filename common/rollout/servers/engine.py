@@ -32,7 +32,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from common.data.tokenizer import image_tokens
-from common.errors import RunFailed, raise_together, warn
+from common.errors import RunFailed, raise_together, say, warn
 from common.placement import World
 from common.rollout.rollout import Done, Response, Rollout, collate_responses
 from common.rollout.servers import client, process, sglang_api, vllm_api, weights
@@ -246,8 +246,8 @@ class ServerEngine:
                     self.control.send(source, self.weight_version, self.world.device)
             finally:
                 # Ranks other than 0 only gather. Rank 0 gathers what is left, if sending failed.
-                for _ in source:
-                    pass
+                for pair in source:
+                    del pair  # or it would stay while the next one is gathered
 
     def restart(self, failed: RunFailed) -> None:
         """Replace the servers after the loss of one, or raise RunFailed with the reason why not. Collective.
@@ -258,7 +258,10 @@ class ServerEngine:
         message = str(failed)
         for server in self.started:
             if f"{server.url} " in message:
-                message += f"; it wrote: {server.last_words()}"
+                wrote = server.last_words()
+                message += f"; it wrote: {wrote}"
+                if self.world.size > 1:  # another rank may be the first to raise its error, and so print that
+                    say(f"rollout server {server.url} wrote: {wrote}")
         if failed.code != "server-gone" or self.config.layout.rollout_urls:
             raise RunFailed(message, code=failed.code)
         if self.restarted:

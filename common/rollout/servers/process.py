@@ -31,7 +31,7 @@ import torch
 from common.errors import RunFailed, say
 from common.placement import TORCHRUN_VARIABLES
 from common.processes import sandbox
-from common.rollout.vllm_engine import MEMORY_CURE, EngineConfig, engine_settings
+from common.rollout.vllm_engine import EngineConfig, engine_settings, is_about_memory, memory_cure
 
 START_SECONDS = 600.0  # a large model may come from a slow disk
 STOP_SECONDS = 5.0
@@ -61,16 +61,20 @@ class Server:
     log: BinaryIO  # an unnamed file with everything that the server printed
     port: socket.socket | None = None  # see hold_port()
 
-    def wait_until_ready(self) -> None:
-        """Raises RunFailed with the last words of a server that ends or does not answer within START_SECONDS."""
-        deadline = time.monotonic() + START_SECONDS
+    def wait_until_ready(self, deadline: float | None = None) -> None:
+        """Raises RunFailed with the last words of a server that ends, or that does not answer by the deadline.
+
+        deadline: on the clock time.monotonic(). None: START_SECONDS from now.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + START_SECONDS
         # Another server may answer at the port of one that has ended.
         while self.process.poll() is not None or not healthy(self.url):
             # It has ended, for example because its model does not fit, or it takes too long.
             if self.process.poll() is not None or time.monotonic() > deadline:
                 message = f"rollout server {self.url} did not start: {self.last_words()}"
-                if "memory" in message.lower():
-                    raise RunFailed(f"{message}; {MEMORY_CURE}", code="engine-memory")
+                if is_about_memory(message):
+                    raise RunFailed(f"{message}; {memory_cure()}", code="engine-memory")
                 raise RunFailed(message, code="server-start")
             time.sleep(0.2)
 
@@ -148,8 +152,10 @@ def start(config: EngineConfig) -> list[Server]:
         servers.append(Server(f"http://127.0.0.1:{port}", process, log, held))
         atexit.register(servers[-1].stop)
     say(f"rollout: starting {len(servers)} vLLM server(s) on {devices}")
+    # One deadline for all of them: other ranks are waiting.
+    deadline = time.monotonic() + START_SECONDS
     for server in servers:
-        server.wait_until_ready()
+        server.wait_until_ready(deadline)
     return servers
 
 
