@@ -137,7 +137,10 @@ class Saver:
             )
         read_tensors(tensors | random_states, folder / "trainer")
         for name, state in random_states.items():
-            (torch.cuda if name.endswith("cuda") else torch).set_rng_state(state)
+            if name.endswith("cuda"):
+                torch.cuda.set_rng_state(state)
+            else:
+                torch.set_rng_state(state)
         self.loader.position = saved.position
         if self.engine:
             self.reward.restore(saved.reward.model_dump())

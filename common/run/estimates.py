@@ -27,7 +27,7 @@ from statistics import NormalDist
 import numpy as np
 
 Z = NormalDist().inv_cdf(0.975)
-# Quantiles of Student's t for which the expansion in student() is too small: 4.4 with one degree of freedom.
+# Student's t where the expansion in student() is too inexact. With one degree of freedom it is 4.4 too small.
 FEW_DEGREES = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645}
 
 

@@ -102,7 +102,7 @@ class Evaluator:
         return graded
 
     def greedy_accuracy(self, prompts: list[Prompt], metrics=None, file: Path | None = None) -> float:
-        """Share of the graded prompts of all ranks whose answer at temperature 0 is right.
+        """Mean acc of the graded prompts of all ranks at temperature 0: the share that is right, if acc is 0 or 1.
 
         metrics: gets eval/NAME/accuracy as well, if the prompts come from several data sets. file: gets the outcome of
         each graded prompt.

@@ -1,4 +1,4 @@
-"""Checks of the metrics that stop a run that cannot be right, after one step or over many."""
+"""Checks of the metrics. They stop a run that cannot be right, and warn of one that looks wrong."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from common.errors import RunFailed, warn
 
 SILENT_STEPS = 20  # steps in a row in which no response had an advantage
-COLLAPSED_SHARE = 0.05  # entropy, as a share of the mean entropy of the first WINDOW_STEPS, below which to warn
+COLLAPSED_SHARE = 0.05  # warn when the entropy is below this share of its mean in the first WINDOW_STEPS
 WINDOW_STEPS = 10
 TRUNCATED_STEPS = 5  # steps in a row in which every response was cut off
 ENOUGH_TOKENS = 1000  # of current weights, on all ranks, for a mean gap

@@ -92,7 +92,6 @@ class Hinter:
         hints: one for each of the N rows, or None. A row whose hint does not fit into the model goes without, and so
         does one whose hint spells a control token. Both are counted.
         """
-        group_size = len(batch) // len(batch.prompts)
         graded = batch.response_mask.any(1)  # (N,)
         prompt_ids = list(batch.prompt_ids)
         has_hint = torch.zeros_like(graded)  # (N,)
@@ -103,7 +102,7 @@ class Hinter:
             if self.spells_control_token(hints[row]):
                 spelled += 1
                 continue
-            ids = self.ids(batch.prompts[row // group_size], hints[row])
+            ids = self.ids(batch.prompts[row // batch.group_size], hints[row])
             if len(ids) + len(batch.response_ids[row]) > self.positions:
                 too_long += 1
                 continue

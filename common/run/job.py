@@ -130,7 +130,7 @@ class Run(offline.Run):
             self.engine.before_failing = self.rescue_pushed
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
-            placement.return_holes()
+            placement.return_holes()  # those that the update has left
             # If this step fails, a checkpoint labelled with the previous step lets a resumed run repeat these prompts.
             # The with-block covers sampling. The update is the caller's. It calls guards.stop_unless_finite, and that
             # calls before_failing.
@@ -194,8 +194,9 @@ class Run(offline.Run):
                 self.saver.step_done(step, metrics)
 
     def rescue_pushed(self) -> None:
-        """Servers are lost in the push after an update. The training of the step is complete, and a resumed run begins
-        with the next one, so this writes its metrics, as end_step() would have.
+        """Called when servers are lost in the push after an update.
+
+        The step's training is complete, so its metrics are written here, and a resumed run begins with the next step.
         """
         step = self.tracker.step
         with contextlib.suppress(errors.RunFailed):  # the loss of the servers is the failure to report

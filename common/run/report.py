@@ -159,16 +159,16 @@ def accuracies(rows: Rows, evaluated: dict[int, list[Outcome]]) -> str:
     worse = last["eval/accuracy"] < first["eval/accuracy"]
     values = from_to(f"{first['eval/accuracy']:.1%}", f"{last['eval/accuracy']:.1%}", len(rows), worse)
     title = f"greedy accuracy on held-out problems, {at_steps(first['step'], last['step'])}"
-    notes = []
+    note = ""
     compared = [*evaluated.values()]
     if len(compared) == 2:
         changes = outcomes.compare(*compared)
         if changes:
-            notes.append(gain(changes))
+            note = gain(changes)
     elif compared and compared[0]:
         low, high = estimates.interval(np.array([outcome.acc for outcome in compared[0]]))
-        notes.append(f"95% interval {low:.1%} to {high:.1%}, {len(compared[0])} problems")
-    return f"<div class='card main'><b>{values}</b>{title}<br><small>{''.join(notes)}</small></div>"
+        note = f"95% interval {low:.1%} to {high:.1%}, {len(compared[0])} problems"
+    return f"<div class='card main'><b>{values}</b>{title}<br><small>{note}</small></div>"
 
 
 def at_steps(first: int, last: int) -> str:

@@ -40,6 +40,11 @@ class Batch(Rollout):
         return cls(**sampled, prompts=prompts, responses=responses, results=results)
 
     @property
+    def group_size(self) -> int:
+        """G, the number of responses to each prompt."""
+        return len(self) // len(self.prompts)
+
+    @property
     def scores(self) -> torch.Tensor:
         """(N,) float32: scores of the responses, the weighted sum of all rewards."""
         return torch.tensor([result.score for result in self.results], device=self.response_mask.device)
@@ -132,7 +137,7 @@ class PromptSampler:
         if at_least is not None:
             self._check_lowest(batch, at_least)
         if metrics is not None:
-            metrics.rollout(batch.scores, len(texts) // len(prompts), batch)
+            metrics.rollout(batch.scores, batch.group_size, batch)
             if rollout.episodes is not None:
                 self.reward.environment.log(rollout.episodes, metrics)
         return batch
@@ -178,7 +183,7 @@ class PromptSampler:
             batch = self.grade(prompts, rollout, grading)
             self.metrics.sum("sampling/prompts_generated", len(prompts))
 
-            group_size = len(batch) // len(prompts)
+            group_size = batch.group_size
             graded = batch.response_mask.any(1).view(-1, group_size).all(1)  # (B,)
             stays = keep(batch.correct.bool().view(-1, group_size)) & graded  # (B,)
             for group in stays.nonzero().flatten().tolist():

@@ -44,7 +44,7 @@ class StopSignals:
         """The signal handler. Raises KeyboardInterrupt if nothing has been trained."""
         if not self.trained:
             raise KeyboardInterrupt
-        # The first request is remembered, and step_done() looks for it. A second one is obeyed at once.
+        # The first request is remembered, and Saver.step_done() looks for it. A second one is obeyed at once.
         if not self.asked:
             self.asked = signal.Signals(number).name
             self.since = time.monotonic()

@@ -58,7 +58,7 @@ def write(
 
     def lines_of(place: int) -> list[str]:
         """The lines of one prompt's responses."""
-        group_size = len(batch.responses) // len(batch.prompts)
+        group_size = batch.group_size
         lines = []
         for row in range(place * group_size, (place + 1) * group_size):
             # A row that is not trained on has no old log-probs.

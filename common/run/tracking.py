@@ -30,8 +30,8 @@ REPORT_SECONDS = 60.0
 class Metrics:
     """The numbers of one step, or of a part of it, on this rank: sums with their counts, and maxima.
 
-    Recording waits for nothing: tensors stay tensors until Tracker.write(), which adds up micro-batches and ranks. Two
-    methods do wait: time() for the GPU, and mismatch(), which is collective, for all ranks.
+    mean(), sum(), max() and loss() wait for nothing: tensors stay tensors until Tracker.write(), which adds up
+    micro-batches and ranks. The other methods may wait for the GPU, and mismatch(), a collective, for all ranks.
     """
 
     def __init__(self, world: World):
@@ -134,7 +134,7 @@ class Metrics:
 
         For current weights |d| is only rounding, and guards.check_logprob_gap() bounds it. exact: False with
         --inflight-updates keep: even a new token may then rest on keys and values of older weights, so none counts as
-        current. Collective: every rank calls it, with the same `exact`.
+        current. Every rank calls it with the same `exact`, so that all record the same names.
         """
         mask, difference = self._gap(old_logprobs, batch, had_forward)
         difference = difference.abs()

@@ -6,8 +6,8 @@ a picture). A group with a single response is one ordinary sequence of P + R tok
 tokens, such as a system prompt, these may stand once at the start of the row. Then P counts the rest of a prompt.
 
 The *context* is what a sequence continues: earlier parts of the row. On a GPU, one variable-length kernel computes the
-whole row, for layers that it supports. Otherwise, adjacent sequences of similar length form a *run*. They must have the
-same context, or none. A run is padded to its longest sequence and computed in one call. The groups (40, [5, 6]) and
+whole row, for layers that it supports. Otherwise it is computed by *runs*: adjacent sequences of similar length, with
+the same context or none. A run is padded to its longest sequence and computed in one call. The groups (40, [5, 6]) and
 (33, [9]) make four sequences and three runs:
 
     tokens       run             a token sees, up to and including itself
@@ -275,8 +275,9 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def after_context(context: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-    """Keys or values of n sequences (n, key heads, longest, d), each after a copy of those of the context's parts,
-    (key heads, length of the part, d) each, which may be wide().
+    """The keys or values of a context before those of each of n sequences.
+
+    context: (key heads, length, d) for each of its parts, which may be wide(). own: (n, key heads, longest, d).
     """
     if not context:
         return own

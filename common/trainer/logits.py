@@ -146,7 +146,7 @@ def logit_gradient_with_entropy(z, targets, log_z, grad, entropy, grad_entropy, 
 
 
 def fused(function: Callable, z: torch.Tensor, *arguments):
-    """function(z, ...) and, on a GPU, in a few kernels that write no other matrix of the size of z (r, V)."""
+    """function(z, ...). On a GPU it is compiled: a few kernels, which write no other matrix as large as z (r, V)."""
     if z.is_cuda and len(z) >= FUSED_MIN_ROWS:
         function = compiled(function)
     return function(z, *arguments)

@@ -63,10 +63,16 @@ ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}  # class of a layer -> the
 
 def freeze(model: nn.Module, compute: Compute, frozen_dtype: torch.dtype) -> None:
     """Freeze all but adapters (--lora-rank), or only the routers (--freeze-router). Raises BadInput."""
-    if not compute.freeze_router:
-        return insert(model, compute.lora_rank, frozen_dtype)
-    if compute.lora_rank:
+    if compute.lora_rank and compute.freeze_router:
         raise BadInput("--freeze-router: --lora-rank freezes the routers, too")
+    if compute.lora_rank:
+        insert(model, compute.lora_rank, frozen_dtype)
+    else:
+        freeze_routers(model)
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Freeze the routers of the experts. Raises BadInput for a model without any."""
     routers = [part for part in model.modules() if type(part).__name__.endswith("Router")]
     if not routers:
         raise BadInput(f"--freeze-router: a {model.config.model_type} model has no router")

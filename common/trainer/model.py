@@ -63,7 +63,8 @@ def load(
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
     model = build(model_path, world, dtype, compute, value_head)
-    state, buffers, renamed, error = {}, {}, [], None
+    state, buffers, renamed = {}, {}, []
+    error = None
     if world.is_main:
         try:
             state, buffers, renamed = read_weights(model, model_path, compute)
@@ -274,7 +275,7 @@ def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
     if config.is_encoder_decoder:
         raise BadInput(f"{refused} of their encoder: a policy is a decoder that goes on with its prompt")
     if value_head:
-        config.num_labels = 1
+        config.num_labels = 1  # rewards/model.py asks an exported reward model for it
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False  # a value head ties nothing
     silence(config.get_text_config())
     model_class = class_of(config, value_head)

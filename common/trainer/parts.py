@@ -1,4 +1,4 @@
-"""The parts of a model that the trainer works on: its body, its decoder layers, its head.
+"""The parts of a model that the trainer works on: its body, its decoder, decoder layers and attention modules.
 
 Families name them differently (`layers` or `h`, `self_attn` or `attention`), so they are found by what they are.
 """
