@@ -277,7 +277,8 @@ class Server:
 
     A session is idle while the engine samples the next turn of its episode. The number of sessions may be too small for
     all episodes: openenv-core's default is 1. Then an idle session is closed, and its episode will begin again and
-    repeat its turns. So a full server makes a run slower, and episodes wait for each other without a deadlock.
+    repeat its turns. So a full server makes a run slower. A process can only close its own sessions, so with fewer
+    sessions than worker processes (one a core) some episodes fail.
     """
 
     def __init__(self, url: str):

@@ -691,7 +691,7 @@ def starting(monkeypatch):
     popen = subprocess.Popen
     sleep = lambda command, **given: popen(["sleep", "60"], **given)
     monkeypatch.setattr(process.subprocess, "Popen", sleep)
-    monkeypatch.setattr(process.Server, "wait_until_ready", lambda self: None)
+    monkeypatch.setattr(process.Server, "wait_until_ready", lambda self, deadline: None)
     monkeypatch.setattr(process, "command", lambda config, port: [])
     config = SimpleNamespace(layout=Layout("split", (CORE,)), tensor_parallel=1)
     servers = process.start(config)
