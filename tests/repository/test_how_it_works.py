@@ -152,7 +152,7 @@ def test_a_run_of_a_seed_is_compared_with_the_control_of_that_seed(tmp_path, mon
 
 
 def test_half_an_interval_is_students():
-    assert 100 * walkthrough.study.half_width(0.03, 3) == pytest.approx(3 * 4.303 / 3**0.5)
+    assert 100 * walkthrough.study.half_width(0.03, 3) == pytest.approx(3 * 4.30265 / 3**0.5)
     assert 100 * walkthrough.study.half_width(0.03, 10) == pytest.approx(3 * 2.262 / 10**0.5, rel=1e-3)
 
 

@@ -711,7 +711,7 @@ def on_a_server(reply, world, monkeypatch):
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     rows = open_turns([[5], [5], [5]], 1, 9)
-    settings = {"n": 1, "max_tokens": 9, "temperature": 1.0}
+    settings = {"n": 1, "max_tokens": 9, "temperature": 1.0, "stop_token_ids": [1]}
     conversations = servers.Conversations(vllm_api, rows, [0, 1, 2], settings, 0, reply)
     bodies = [conversations.body(row) for row in range(3)]
     requests = [("http://a", body) for body in bodies]
