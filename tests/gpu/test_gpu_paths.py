@@ -239,13 +239,16 @@ def test_servers_join_nccl_with_ranks_of_their_own_at_an_address_that_they_reach
 
 
 @pytest.mark.parametrize("said", ["No available memory for the cache blocks. Try this.", "another cause"])
-def test_an_engine_without_enough_memory_says_which_flag_to_change(said, monkeypatch):
+@pytest.mark.parametrize("gpu", [True, False])
+def test_an_engine_without_enough_memory_says_which_flag_to_change(said, gpu, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(vllm_engine, "VLLMEngine", mock.Mock(side_effect=ValueError(said)))
     with pytest.raises((RunFailed, ValueError)) as failed:
         engines.start_in_process(None, [1], a_world())
     if "memory" in said:
-        assert failed.value.code == "engine-memory" and "--rollout-memory" in str(failed.value)
+        assert failed.value.code == "engine-memory" and "--rollout-tp" in str(failed.value)
+        assert ("--rollout-memory" in str(failed.value)) == gpu  # that flag does nothing on a CPU
     else:
         assert str(failed.value) == said
 
@@ -253,7 +256,7 @@ def test_an_engine_without_enough_memory_says_which_flag_to_change(said, monkeyp
 @pytest.mark.parametrize(
     "said, code, named",
     [
-        ("ValueError: No available memory for the cache blocks.", "engine-memory", "--rollout-memory"),
+        ("ValueError: No available memory for the cache blocks.", "engine-memory", "--max-response-tokens"),
         ("OSError: no such model", "server-start", "no such model"),
     ],
 )

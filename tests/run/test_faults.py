@@ -35,7 +35,7 @@ FAULTS = {
     "nan_reward": (2, "bad-input", "nan", None),
     "infinite_reward": (2, "bad-input", "inf", None),
     "killed_reward_worker": (3, "reward-failed", "died", None),
-    "constant_reward": (3, "no-signal", "no response has had an advantage for 3 steps (mean reward 1)", 3),
+    "constant_reward": (3, "no-signal", r"no response has had an advantage for 3 steps \(mean reward 1\)", 3),
     "all_truncated": (3, "all-truncated", "step 5: every response .*raise that flag", 5),
     "out_of_memory": (3, "out-of-memory", "rank 0 in step 1: logprobs: .*lower --token-budget", None),
     "disk_full_while_writing": (3, "disk-full", "No space left on device", None),
