@@ -162,9 +162,11 @@ def test_what_one_rank_alone_meets_is_printed(monkeypatch, capsys, error, enviro
 def test_a_node_that_is_gone_is_not_asked_for_ever(monkeypatch):
     """Its store closes no connection, and answers nothing."""
     monkeypatch.setattr(errors, "STORE_SECONDS", 0.1)
-    gone = SimpleNamespace(append=lambda name, value: threading.Event().wait(60))
+    over = threading.Event()
+    gone = SimpleNamespace(append=lambda name, value: over.wait(60), get=lambda name: b"")
     began = time.monotonic()
     assert errors.failed_ranks(gone, 1, pause=0.1) == [] and time.monotonic() - began < 30
+    over.set()  # its thread ends, too
 
 
 def none_yet():
