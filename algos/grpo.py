@@ -1,12 +1,16 @@
 """GRPO -- Group Relative Policy Optimization (DeepSeekMath, arXiv:2402.03300, eq. 3-4).
 
     A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt; equal rewards give 0
-    ratio = exp(logprobs - old_logprobs),   kl = exp(ref - logprobs) - (ref - logprobs) - 1
+    ratio = exp(logprobs - old_logprobs),   kl = exp(ref_logprobs - logprobs) - (ref_logprobs - logprobs) - 1
     L     = 1/S sum_i 1/|o_i| sum_t [ w_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) + kl_coef kl ]
 
 L is minimised. R is `batch.scores`. S is the `denominator`: the number of graded responses in the whole optimizer
-mini-batch, on all ranks, including those with advantage 0. Micro-batches, packing and the number of ranks therefore do
-not change the gradient. std is the sample standard deviation (G - 1). w_it is 1 unless --tis-cap is set (see below).
+mini-batch, on all ranks, including those with advantage 0. std is the sample standard deviation (G - 1). w_it is 1
+unless --tis-cap is set (see below).
+
+A rollout is cut into `mini_batches` mini-batches, with one optimizer step each, and a mini-batch into micro-batches,
+with one forward and backward each. In a micro-batch the responses lie end to end (packing; common/trainer/batching.py).
+Because of S, none of this changes the gradient, nor does the number of ranks.
 
 A rank has B prompts and N = B G rows, one for each response; row i answers prompt i // G. T is the number of tokens in
 the longest response, n the number of rows in a micro-batch. `response_mask` (N, T) is True on the tokens that the
@@ -17,12 +21,12 @@ in row i. A token has up to four log-probs:
     logprobs          from the trainer, with the weights that are being updated
     ref_logprobs      from the reference, the model as it was when the run began; only with --kl-coef
 The ratio compares `logprobs` with `old_logprobs`. Normally the engine sampled with the weights behind `old_logprobs`,
-so the gap between `rollout_logprobs` and `old_logprobs` is rounding error (larger in bfloat16). A step with a gradient
-reports it. With --max-inflight-batches K, later batches are sampled while this one trains, so a token's
+so the gap between `rollout_logprobs` and `old_logprobs` is rounding error (larger in bfloat16). Each step that trains
+reports this gap. With --max-inflight-batches K, later batches are sampled while this one trains, so a token's
 rollout_logprobs come from weights that are up to K - 1 steps older. The ratio does not correct that. Truncated
 importance sampling (TIS) does, with the weights w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap). Together
-they are decoupled PPO (arXiv:2505.24298): the clip bounds the step away from `old`, and w_it corrects for the policy
-that sampled.
+they are decoupled PPO (arXiv:2505.24298): the clip bounds the step away from the policy behind `old_logprobs`, and w_it
+corrects for the policy that sampled.
 
 If the grader crashes or times out on a response, that response leaves the step together with its group: their scores
 become 0 and `response_mask` is False on all their tokens. A wrong or unreadable answer is not a failure: it gets its
@@ -69,7 +73,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -134,7 +138,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 
 def kl_to_reference(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(n, T): Schulman's k3 estimator of KL(policy || reference), never negative, 0 outside the mask."""
-    log_r = torch.where(response_mask.bool(), ref_logprobs - logprobs, 0.0).clamp(-20, 20)
+    log_r = torch.where(response_mask.bool(), ref_logprobs - logprobs, 0.0).clamp(max=20)  # or exp() may be inf
     return log_r.exp() - log_r - 1
 
 
@@ -225,7 +229,8 @@ def main(args: Args) -> None:
         # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
         # includes groups that could not be graded, because their scores are 0.
         # If your advantage compares groups with each other, compare with graded rows alone, those of all ranks. On this
-        # rank they are batch.response_mask.any(1). The advantages still have the shape (N,).
+        # rank they are batch.response_mask.any(1), and world.sum() adds numbers of all ranks. The advantages still have
+        # the shape (N,).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -307,7 +312,7 @@ def main(args: Args) -> None:
                         )  # (n, T)
                         tracker.mean("loss/kl", kl.sum(), tokens)
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

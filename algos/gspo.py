@@ -60,7 +60,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -133,7 +133,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 
 def kl_to_reference(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(n, T): Schulman's k3 estimator of KL(policy || reference), never negative, 0 outside the mask."""
-    log_r = torch.where(response_mask.bool(), ref_logprobs - logprobs, 0.0).clamp(-20, 20)
+    log_r = torch.where(response_mask.bool(), ref_logprobs - logprobs, 0.0).clamp(max=20)  # or exp() may be inf
     return log_r.exp() - log_r - 1
 
 
@@ -224,7 +224,8 @@ def main(args: Args) -> None:
         # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
         # includes groups that could not be graded, because their scores are 0.
         # If your advantage compares groups with each other, compare with graded rows alone, those of all ranks. On this
-        # rank they are batch.response_mask.any(1). The advantages still have the shape (N,).
+        # rank they are batch.response_mask.any(1), and world.sum() adds numbers of all ranks. The advantages still have
+        # the shape (N,).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -306,7 +307,7 @@ def main(args: Args) -> None:
                         )  # (n, T)
                         tracker.mean("loss/kl", kl.sum(), tokens)
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

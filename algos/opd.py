@@ -16,7 +16,8 @@ learns to recover from its own mistakes. A teacher's responses would not contain
 For sampled tokens --tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the
 letters N, B, G, T and n.
 
---full-vocabulary is GKD (arXiv:2306.13649) with lambda = 1 and reverse KL. The default is that of Thinking Machines
+--full-vocabulary is GKD (arXiv:2306.13649) with lambda = 1 and reverse KL, except that GKD takes the mean over each
+response's tokens first, and then over responses. The default is that of Thinking Machines
 (On-Policy Distillation, 2025), with PPO's clip.
 
 Rewards are measured, not trained on. As elsewhere, a prompt with an ungraded response leaves the step.
@@ -64,7 +65,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -307,7 +308,7 @@ def main(args: Args) -> None:
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), micro.response_mask.sum())
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -80,7 +80,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     prm_learning_rate: ranges.LearningRate = 1e-6  # Learning rate of the process reward model; it stays constant.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -459,7 +459,7 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -60,7 +60,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -82,7 +82,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    # old - ref is k1, an unbiased estimate of the KL.
+    # old - ref is k1, an unbiased estimate of the KL if the weights behind `old` sampled the tokens.
     return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)
 
 
@@ -321,7 +321,7 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

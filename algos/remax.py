@@ -6,8 +6,9 @@
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
 sum_it m_it is the number of sampled response tokens in the whole optimizer mini-batch, on all ranks. b does not depend
-on the sampled response, so it adds no bias, and needs neither a critic nor a group. The greedy responses carry no loss;
-their mean score on the training prompts is the metric `reward/greedy_mean`. Without KL, a response with the same score
+on the sampled response, and needs neither a critic nor a group. In a plain sum it would add no bias; the division by
+the number of sampled tokens adds a small one. The greedy responses carry no loss; their mean score on the training
+prompts is the metric `reward/greedy_mean`. Without KL, a response with the same score
 as the greedy one has advantage 0. With --max-inflight-batches > 1, new weights may come between the two.
 
 --tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
@@ -25,6 +26,7 @@ Differs from the authors' code:
 - A token's KL counts for it and for all tokens before it (the true return). Theirs gives each token its own KL alone.
 - There is no discount. Theirs is 0.99 a token.
 - score - b is not clipped. Theirs is, at +-5.
+- Responses are sampled from the policy itself. Theirs are sampled with top_p 0.9.
 - The token mean is over the mini-batch. Theirs is over each micro-batch.
 
 Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
@@ -65,7 +67,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -87,7 +89,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    # old - ref is k1, an unbiased estimate of the KL.
+    # old - ref is k1, an unbiased estimate of the KL if the weights behind `old` sampled the tokens.
     return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)
 
 
@@ -321,7 +323,7 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -6,8 +6,9 @@
     L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
 sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. The mean of the other
-rewards does not depend on response i, so as a baseline it adds no bias, and it needs no critic. In the first mini-batch
-the ratio is 1, and the gradient of L is that of REINFORCE. In later ones the clip bounds the step away from the policy
+rewards does not depend on response i, and it needs no critic. As a baseline of a plain sum it adds no bias. Here it
+adds a small one, because the sum is divided by the number of tokens that were sampled. In the first mini-batch the
+ratio is 1, and the gradient of L is that of REINFORCE. In later ones the clip bounds the step away from the policy
 before this step's updates.
 
 --tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
@@ -57,7 +58,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -115,7 +116,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 
 
 def sequence_kl(old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(N,): the estimator k1 summed over each response; its expectation is the KL of the whole sequence."""
+    """(N,): the estimator k1 summed over each response. Its mean is the KL of sequences that `old` has sampled."""
     return torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0).sum(1)
 
 
@@ -204,7 +205,7 @@ def main(args: Args) -> None:
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
 
         # Only rows with a gradient need a forward, and a row with advantage 0 has none.
-        # If the KL is part of the rewards, all advantages will change: use all rows.
+        # If the KL is part of the rewards, all advantages will change: use all graded rows.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
             has_gradient = batch.response_mask.any(1)  # (N,) True for graded rows
@@ -284,7 +285,7 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

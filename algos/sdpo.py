@@ -8,8 +8,8 @@ right response of the group, or the row's reference answer or its written soluti
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
     L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
 
-or, with --no-full-vocabulary, from the sampled tokens alone. In a step's first update the gradient of this loss is an
-unbiased estimate of the gradient above:
+or, with --no-full-vocabulary, from the sampled tokens alone. In a step's first update, each token's gradient is,
+given the tokens before it, an unbiased estimate of its gradient above:
 
     A_it  = log q_it(y_it) - old_it        of the sampled token y_it: -A_it estimates the reverse KL to the teacher
     ratio = exp(logprobs - old_logprobs)
@@ -99,7 +99,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
-    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the rate rises linearly. With a decay, the lower of both counts.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
@@ -329,7 +329,7 @@ def main(args: Args) -> None:
                 args.max_response_tokens,
                 seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
-                reply=grading.reply,  # the next turn of an environment (--environment)
+                reply=grading.reply,  # None, because --environment is refused
             )
             # An engine that shares the trainer's device frees memory until the push of new weights. An engine
             # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
@@ -447,7 +447,7 @@ def main(args: Args) -> None:
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), micro.response_mask.sum())
 
-                # full_tensor() combines the norms of the shards, so all ranks clip by the same number.
+                # All ranks clip by one norm, that of all shards together. full_tensor() makes it an ordinary tensor.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

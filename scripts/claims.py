@@ -18,6 +18,7 @@ does on the held-out problems: greedy, sampled (mean@8) and pass@8.
 import dataclasses
 import itertools
 import json
+import math
 import random
 import re
 import statistics
@@ -418,8 +419,8 @@ def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS), *, unfinished: b
 
 
 def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Iterator[str]:
-    yield "| claim | verdict | the claim expects | difference | measure | arm | control | task | seeds |"
-    yield "|---" * 9 + "|"
+    yield "| claim | verdict | the claim expects | difference | p | measure | arm | control | task | seeds |"
+    yield "|---" * 10 + "|"
     for name in names:
         claim = CLAIMS[name]
         measure = MEASURES[claim.measure]
@@ -434,6 +435,7 @@ def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Itera
             f"**{said}**",
             claim.expected,
             measure.text(estimate),
+            p_text(estimate),
             measure.label,
             measure.mean(arm),
             measure.mean(control),
@@ -441,6 +443,11 @@ def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Itera
             str(seeds),
         )
         yield f"| {' | '.join(fields)} |"
+
+
+def p_text(estimate: study.Estimate | None) -> str:
+    """Two digits, such as 0.0019 or 1.6e-06. Empty without an interval."""
+    return "" if estimate is None or math.isnan(estimate.p) else f"{estimate.p:.2g}"
 
 
 def linked(source: str) -> str:
@@ -490,18 +497,29 @@ def summary(folder: Path) -> str:
         if estimate.excludes_zero:
             excluding.append(name)
     remaining = study.holm(p_values)
+    next_row = next_in_line(p_values, len(remaining))
     falling_short = study.holm(short_of_margin, level=0.025)
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("confirmed", "refuted here", "unresolved"))
     return "\n".join(
         [
             f"- Of {len(CLAIMS)} rows, {len(verdicts)} have a verdict: {counts}.",
             f"- {len(excluding)} intervals exclude 0. In a joint test of all rows, {listed(remaining)} of these "
-            "differences remain. (Holm's correction keeps the chance of any false finding at 5 %.)",
+            f"differences remain. (Holm's correction keeps the chance of any false finding at 5 %.{next_row})",
             f"- {len(short_of_margin)} rows expect an increase or a decrease. In {listed(falling_short)} of them, a "
             "change in that direction as large as the margin is ruled out even if all of them are tested together "
             "(Holm, one-sided, 2.5 %).",
         ]
     )
+
+
+def next_in_line(p_values: dict[str, float], remaining: int) -> str:
+    """How near the first row that doesn't remain comes to Holm's limit. Empty if there is none."""
+    surest = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
+    if len(surest) == remaining:
+        return ""
+    p, name = surest[remaining]
+    limit = 0.05 / (len(p_values) - remaining)
+    return f" The next one, [{name}](#{name}), has p = {p:.3g}, and would need {limit:.3g}."
 
 
 def listed(names: list[str]) -> str:

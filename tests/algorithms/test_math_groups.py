@@ -186,3 +186,14 @@ def test_kl_to_reference_is_never_negative_and_blind_outside_the_mask():
     ref = torch.tensor([[-1.0, -2.0, torch.nan]])
     kl = kl_to_reference(torch.tensor([[-1.0, -1.0, -1.0]]), ref, torch.tensor([[True, True, False]]))
     assert torch.allclose(kl, torch.tensor([[0.0, math.exp(-1), 0.0]]))
+
+
+@pytest.mark.parametrize(
+    "ref, value, slope", [(-1000.0, 998.0, 1.0), (-26.0, 24.0, 1.0), (200.0, math.exp(20) - 21, 0.0)]
+)
+def test_kl_to_reference_pulls_on_tokens_that_the_reference_hardly_knows(ref, value, slope):
+    """And it stays finite if the reference is far above, where exp() would not."""
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    kl = kl_to_reference(logprobs, torch.tensor([[ref]]), torch.tensor([[True]]))
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(value, rel=1e-6) and logprobs.grad.item() == pytest.approx(slope)

@@ -162,7 +162,7 @@ def group_mean(case: Case) -> Loss:
 
 
 def negative_only(case: Case) -> Loss:
-    return by_hand.by_response(case, [-1.0 if score < 1 else 0.0 for score in by_hand.scores(case)], mean_of_response)
+    return by_hand.by_response(case, [row.correct - 1.0 for row in case.rows], mean_of_response)
 
 
 def coin_kl(p: float, q: float) -> float:
@@ -617,8 +617,8 @@ def test_snapshot_kl_is_the_loss_in_the_code_of_tpos_paper():
 def test_a_wrong_response_trains_whatever_its_group_scores():
     """Also in a group without a right one, where GRPO has no gradient."""
     module = variants.load("negative-only")
-    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0, 1.0])
-    assert module.compute_advantages(rewards).tolist() == [0, -1, -1, 0, -1, -1, 0, 0]
+    correct = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    assert module.compute_advantages(correct).tolist() == [0, -1, -1, 0, -1, -1, 0, 0]
 
 
 def test_a_group_counts_if_its_rewards_differ():

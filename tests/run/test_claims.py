@@ -87,10 +87,11 @@ def test_a_row_compares_the_seeds_that_both_arms_have(tmp_path):
     found = line(tmp_path, "temperature-sums")
     assert found["seeds"] == "3" and found["verdict"] == "**unresolved**"
     assert (found["arm"], found["control"]) == ("82.0", "80.0"), "means of the same three seeds, which differ by 2.0"
-    assert found["difference"] == "2.0 [-0.5, 4.5]"
+    assert found["difference"] == "2.0 [-0.5, 4.5]" and found["p"] == "0.074", "t is 3.46, with two degrees of freedom"
     finished(tmp_path, "grpo", {0: 0.80, 1: 0.91, 2: 0.72, 3: 0.09}, task="sums")
     found = line(tmp_path, "temperature-sums")
     assert found["difference"] == "1.0" and found["verdict"] == "**unresolved**", "equal seeds have no interval"
+    assert found["p"] == ""
 
 
 def test_the_page_shows_no_number_of_a_row_until_all_its_seeds_have_run(tmp_path):
@@ -121,7 +122,8 @@ def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path)
 
 def test_the_intervals_that_decide_nothing_are_counted():
     """Read off the page: all but those by the measure of the row's verdict, which has another table."""
-    deciding = {row.split(" | ")[0]: row.split(" | ")[4] for row in claims.table(claims.COMMITTED).splitlines()[2:]}
+    names, _, *rows = [line.split(" | ") for line in claims.table(claims.COMMITTED).splitlines()]
+    deciding = {row[0]: row[names.index("measure")] for row in rows}
     table, said = claims.measures_table(claims.COMMITTED).split("\n\n")
     head, _, *rows = [line.split(" | ") for line in table.splitlines()]
     unplanned = [
@@ -135,7 +137,7 @@ def test_the_intervals_that_decide_nothing_are_counted():
 
 
 def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
-    """Alone both differences exclude 0. Together the less certain one, of 1.4 to 2.6 points more or less, does not."""
+    """Alone both differences exclude 0. Together the less certain one, of 0.3 to 3.7 points, does not."""
     finished(tmp_path, "grpo", dict.fromkeys(range(5), 0.5))
     finished(tmp_path, "no-std", {seed: 0.6 + seed / 1000 for seed in range(5)})
     finished(tmp_path, "token-mean", {seed: 0.52 + (seed - 2) / 115 for seed in range(5)})
@@ -143,6 +145,7 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     said = claims.summary(tmp_path)
     assert "Of 29 rows, 3 have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
     assert "2 intervals exclude 0" in said and "1 ([std](#std)) of these differences remain" in said
+    assert "The next one, [token-mean](#token-mean), has p = 0.0313, and would need 0.025." in said
     assert "3 rows expect" in said and "In 1 ([delight](#delight)) of them, a change" in said
 
 
