@@ -302,7 +302,11 @@ def train(cell: Cell, scratch: Path) -> tuple[list[dict], dict, Path]:
     if "--lora-rank" in arm.flags:
         # The checkpoint has adapters alone, and scripts/evaluate.py takes whole models.
         merged = scratch / "merged"
-        subprocess.run([sys.executable, "scripts/merge_lora.py", str(trained), str(merged)], check=True, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "scripts/merge_lora.py", str(trained), str(merged), "--dtype", "float32"],
+            check=True,
+            cwd=ROOT,
+        )
         trained = merged
     return rows, about, trained
 

@@ -28,6 +28,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +45,7 @@ from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
 from common.preflight.docstrings import help_text
 from common.preflight.ranges import Seed, Temperature
-from common.preflight.run_directory import flat
+from common.preflight.run_directory import check_writable, flat
 from common.rewards.mixture import Rewards
 from common.rollout import engines
 from common.rollout.environments import episodes
@@ -65,7 +66,7 @@ class Args:
     environment: str = ""  # Answers the policy between its turns: calculator, guess, FILE.py:CLASS or openenv:URL.
     reward: tuple[str, ...] = ()
     """Graders: gsm8k, math, FILE.py:FUNCTION, ... The first one decides. Default: the environment's or gsm8k."""
-    prompts: NonNegativeInt = 0  # Number of prompts. 0: all.
+    prompts: NonNegativeInt = 0  # Number of prompts of each data set, its first ones. 0: all.
     n: NonNegativeInt | None = None  # Sampled responses per prompt. 0, the default: greedy decoding only.
     temperature: Temperature | None = None  # Temperature of the sampled responses. Default: 1.
     max_prompt_tokens: PositiveInt | None = None
@@ -152,9 +153,7 @@ def check_flags(args: Args) -> None:
         raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
     if saving and args.environment:
         raise errors.BadInput("--save-right and --save-pairs: they keep one text, and episodes have several turns")
-    for file in filter(None, (args.output, args.save_right, args.save_pairs)):
-        if not Path(file).parent.is_dir():  # A run would find out after it has sampled everything.
-            raise errors.BadInput(f"{file}: there is no folder {Path(file).parent}")
+    check_files({"--output": args.output, "--save-right": args.save_right, "--save-pairs": args.save_pairs})
     if args.suite:
         others = {
             "--dataset": args.dataset != ("arithmetic",),
@@ -168,6 +167,22 @@ def check_flags(args: Args) -> None:
                 raise errors.BadInput(f"--suite: {flag} does not go together with it; it names public test sets")
 
 
+def check_files(named: dict[str, str]) -> None:
+    """Refuse files that can't be written: otherwise one would find out after everything was sampled. Raises BadInput.
+
+    named: flag -> file, "" where it isn't given.
+    """
+    given = {flag: Path(file).absolute() for flag, file in named.items() if file}
+    if len(set(given.values())) < len(given):
+        raise errors.BadInput(f"{' and '.join(given)}: each needs a file of its own")
+    for flag, file in given.items():
+        if not file.parent.is_dir():
+            raise errors.BadInput(f"{flag} {named[flag]}: there is no folder {file.parent}")
+        if file.is_dir():
+            raise errors.BadInput(f"{flag} {named[flag]}: is a folder; name a file in it")
+        check_writable(str(file.parent), flag)
+
+
 def prepare(exam: Exam, args: Args, reward: Rewards, tokenizer, stop_token_ids: list[int], size: int) -> None:
     """Read an exam's prompts, and check them with its reward. Raises BadInput."""
     source = args.source
@@ -175,13 +190,17 @@ def prepare(exam: Exam, args: Args, reward: Rewards, tokenizer, stop_token_ids: 
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     if "choice" in reward.rewards:
         source = dataclasses.replace(source, lettered=True)
+    weights = parse(exam.dataset)
+    for spec, weight in weights.items():
+        if weight != 1:
+            raise errors.BadInput(f"--dataset {spec}={weight:g}: all problems are measured alike; leave out the weight")
+    specs = list(weights)
     prompts = load(exam.dataset, source, args.split, tokenizer, exam.max_prompt_tokens)
-    exam.prompts = prompts[: args.prompts or None]
+    exam.prompts = first_of_each(prompts, args.prompts) if args.prompts else prompts
     exam.reward = reward
-    specs = list(parse(exam.dataset))
     exam.name = "+".join(sources.short_names(specs).values())
     exam.template = [results.template_of(spec, source.template, tokenizer) for spec in specs]
-    checks.check_held_out(exam.prompts, size)
+    checks.check_held_out(exam.prompts, size, cure="raise --prompts, or use fewer ranks")
     reward.check_answers(exam.prompts)
     checks.try_rewards(reward, exam.prompts, tokenizer)
     if reward.environment:
@@ -193,6 +212,17 @@ def prepare(exam: Exam, args: Args, reward: Rewards, tokenizer, stop_token_ids: 
             "an accuracy on others is another number",
             "incomplete-suite",
         )
+
+
+def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts of each data set."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for prompt in prompts:
+        seen[prompt.dataset] += 1
+        if seen[prompt.dataset] <= count:
+            kept.append(prompt)
+    return kept
 
 
 Graded = list[tuple[str, float]]  # responses to a prompt, and whether each is right
@@ -313,7 +343,7 @@ def measure(exam: Exam, args: Args, engine, tokenizer, world: placement.World) -
         "interval": {name: each.interval() for name, each in measured.items()},
         "truncated": {how: share_truncated(graded) for how, graded in by_how.items()},
         "ungraded": {how: len(exam.prompts) - len(graded) for how, graded in by_how.items()},
-        "reward_files": results.file_hashes(exam.reward_names),
+        "reward_files": results.file_hashes((*exam.reward_names, args.environment)),
         "data": results.fingerprint(exam.prompts),
         "settings": {
             "split": args.split,
@@ -376,12 +406,12 @@ def main(args: Args) -> None:
         result, problems = measure(exam, args, engine, tokenizer, world)
         result |= about
         written.append({**result, "problems": problems.model_dump()})
-        # Each result is written as soon as it is there: a later test set may take hours, and fail.
-        if world.is_main and args.output:
-            folders.write(Path(args.output), json.dumps({"results": written}) + "\n")
+        # Each result is printed and written as soon as it is there: a later test set may take hours, and fail.
         if world.is_main:
             errors.say(results.in_words(exam.name, result))
             print(json.dumps(result), flush=True)
+        if world.is_main and args.output:
+            folders.write(Path(args.output), json.dumps({"results": written}) + "\n")
     placement.finish(world, engine)
 
 

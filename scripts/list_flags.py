@@ -1,4 +1,4 @@
-"""All flags of the algorithm files, with their defaults and meanings, as the tables of docs/flags.md.
+"""Write docs/flags.md, and print it: the flags of all algorithm files, with their defaults and meanings.
 
 python scripts/list_flags.py
 """

@@ -34,7 +34,7 @@ class Args:
     adapters: Annotated[Path, tyro.conf.Positional]  # Folder of a checkpoint's model, as --lora-rank writes it.
     output: Annotated[Path, tyro.conf.Positional]  # New folder.
     base: str = ""  # Model that the adapters belong to. Default: what adapter_config.json names.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # Data type of the written weights.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the written weights. auto: that of --base.
 
 
 # Settings of peft's adapters that change what is added, and that this script does not know: key -> what it expects.
@@ -101,9 +101,12 @@ def main(args: Args) -> None:
                 f"{expected}; give the model that the adapters were trained on as --base"
             )
         adaptable[layer].addmm_(up, down, alpha=config["lora_alpha"] / config["r"])
+    dtype = base_config.dtype or torch.float32
+    if args.dtype != "auto":
+        dtype = getattr(torch, args.dtype)
     for parameter in model.parameters():  # buffers keep their dtype
-        parameter.data = parameter.data.to(getattr(torch, args.dtype))
-    model.config.dtype = getattr(torch, args.dtype)
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     # transformers refuses to write sampling defaults that it would ignore. The file is copied as it is instead.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     with folders.written_whole(args.output) as unfinished:
@@ -112,7 +115,7 @@ def main(args: Args) -> None:
         AutoTokenizer.from_pretrained(args.adapters).save_pretrained(unfinished)
         for file in args.adapters.glob("*processor*.json"):  # of a model that sees images
             shutil.copy(file, unfinished)
-    print(f"{len(layers)} layers adapted: {args.output}")
+    print(f"{len(layers)} layers adapted: {args.output}, in {str(dtype).removeprefix('torch.')}")
 
 
 if __name__ == "__main__":

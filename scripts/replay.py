@@ -295,6 +295,8 @@ def replay(run_dir: Path, step: int, file: Path | None = None) -> list[Compariso
             # This run may have another number of ranks.
             "rollout_tp": 1,
             "layout": dataclasses.asdict(placement.Layout()),
+            # SGLang has no engine in this process. None samples here, so which one it is doesn't matter.
+            "rollout_backend": flags["rollout_backend"].replace("sglang", "hf"),
             "compute": {**flags["compute"], "sequence_parallel": 1, "shard_size": 0},
             "rollouts_every": 1,
             "track": "none",

@@ -119,13 +119,23 @@ def fingerprint(prompts: list[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def file_hashes(rewards: tuple[str, ...]) -> dict[str, str]:
-    """SHA-256 of the file behind each reward that is a file: its name alone does not say how it grades."""
+def file_hashes(graders: tuple[str, ...]) -> dict[str, str]:
+    """SHA-256 of the file behind each reward or environment that has one: its name alone doesn't say how it grades.
+
+    For judge:FILE.json it covers the template beside that file, too.
+    """
     hashes = {}
-    for reward in rewards:
-        file = Path(reward.rpartition(":")[0] if ".py:" in reward else reward)
-        if file.suffix in (".py", ".json") and file.is_file():
-            hashes[reward] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for grader in graders:
+        name = grader.removeprefix("judge:")
+        file = Path(name.rpartition(":")[0] if ".py:" in name else name)
+        if file.suffix not in (".py", ".json") or not file.is_file():
+            continue
+        digest = hashlib.sha256(file.read_bytes())
+        if file.suffix == ".json" and (template := json_lines.read_object(file).get("template")):
+            beside = file.parent / template
+            if "{response}" not in template and beside.is_file():
+                digest.update(beside.read_bytes())
+        hashes[grader] = digest.hexdigest()
     return hashes
 
 

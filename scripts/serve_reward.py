@@ -18,6 +18,7 @@ import hmac
 import json
 import math
 import os
+import re
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -141,6 +142,9 @@ def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:
 def main(args: Args) -> None:
     if args.threads < 1 or not 0 < args.port < 65536:
         raise errors.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
+    if weight := re.search(r"=[\d.]+$", args.reward):
+        cure = f"give it to the trainer: --reward http://...{weight[0]}"
+        raise errors.BadInput(f"--reward {args.reward}: a service has one reward, and no weight; {cure}")
     here = {"repetition": "reads token ids", "environment": "plays with the policy", "model-sharded": "needs all ranks"}
     if reason := here.get(args.reward.partition(":")[0]):
         raise errors.BadInput(f"--reward {args.reward}: it {reason}, so that it can only be used in the trainer")

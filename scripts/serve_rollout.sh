@@ -18,9 +18,13 @@
 set -euo pipefail
 model=${1:?"a model's folder or Hub name"}
 root=$(dirname "$0")/..
+has_gpu() {
+  case ${CUDA_VISIBLE_DEVICES-all} in "" | -1) return 1 ;; esac  # the CPU is asked for
+  nvidia-smi -L > /dev/null 2>&1
+}
 if [ -n "${SGLANG:-}" ]; then
   export PATH="$SGLANG/bin:$PATH"
-  if nvidia-smi -L > /dev/null 2>&1; then
+  if has_gpu; then
     own=(--enable-fp32-lm-head)  # logits in float32, as in the trainer
   else
     # One thread: two OpenMP threads on two busy cores are 30 times slower. Compiling gains nothing on a CPU.
@@ -33,7 +37,7 @@ if [ -n "${SGLANG:-}" ]; then
     "${own[@]}" "${@:2}"
 fi
 export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1  # the first opens the routes for weight updates
-if nvidia-smi -L > /dev/null 2>&1; then
+if has_gpu; then
   # As common/rollout/engines.py: no TF32 in float32 (bfloat16 does not use it), no all-reduce that nvcc has to compile.
   export TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
   export VLLM_ALLREDUCE_USE_FLASHINFER=${VLLM_ALLREDUCE_USE_FLASHINFER:-0}

@@ -37,7 +37,7 @@ def convert(folder: Path) -> None:
             config.pop(key, None)
         plain = LlamaForCausalLM(LlamaConfig(**config))
         plain.load_state_dict(model.state_dict())
-        unfinished = folder.with_suffix(".unfinished")
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
         plain.to(torch.bfloat16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
@@ -48,6 +48,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT)
     target = parser.parse_args().folder
     if not (target / "config.json").is_file():
+        if target.is_file() or (target.is_dir() and any(target.iterdir())):
+            parser.error(f"{target}: is there, and no model; name another folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         convert(target)
     print(target)

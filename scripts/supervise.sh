@@ -14,12 +14,22 @@ case " ${*//_/-} " in *" --run-dir "* | *" --run-dir="*) ;; *)
   exit 2
   ;;
 esac
+given= folder= before=
+for word in "$@"; do
+  case $before in --run-dir | --run_dir) folder=$word ;; --resume) given=yes ;; esac
+  case $word in --run-dir=* | --run_dir=*) folder=${word#*=} ;; --resume=*) given=yes ;; esac
+  before=$word
+done
 asked= child=
 trap 'asked=yes; [ -z "$child" ] || kill -TERM "$child" 2> /dev/null' INT TERM
 crashes=0
 while :; do
   began=$SECONDS child=
-  "$@" --resume auto &
+  # A checkpoint that the command names is where the run begins. Once it has one of its own, it goes on from that.
+  resume="--resume auto"
+  [ -z "$given" ] || compgen -G "$folder/checkpoints/step_*/state.json" > /dev/null || resume=
+  # shellcheck disable=SC2086
+  "$@" $resume &
   child=$!
   [ -z "$asked" ] || kill -TERM "$child" 2> /dev/null # it was asked before the shell knew the child
   wait "$child"

@@ -45,6 +45,7 @@ from common.data.rows import collect
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
 from common.preflight.docstrings import help_text
+from common.preflight.offline import check_output
 from common.preflight.ranges import LearningRate, Seed
 from common.rewards.model import conversation
 from common.rollout import rollout
@@ -187,6 +188,7 @@ def main(args: Args) -> None:
     if args.model == "embedded":
         args.model = arithmetic.warm_start()
     args.model = resolve_model(args.model)
+    check_output(args.output, args.model, adapts=False)
     tokenizer, _ = load_tokenizer(args.model)
     pairs = load_pairs(args.dataset, tokenizer)
     # scores() adds a token to each conversation, which needs a position, too.
@@ -228,7 +230,9 @@ def main(args: Args) -> None:
             loss = pair_loss(chosen, rejected, args.batch_size)
             loss.backward()  # FSDP sums the gradients over the ranks (model.load)
             total, right = total + loss.item(), right + (chosen > rejected).sum().item()
-        torch.nn.utils.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm).full_tensor()
+        if not torch.isfinite(grad_norm):  # equal on all ranks; the update would write NaN into the weights
+            raise errors.RunFailed(f"step {step + 1}: the gradient's norm is {grad_norm:g}", code="non-finite")
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * min(1 - step / args.steps, (step + 1) / max(1, args.warmup_steps))
         optimizer.step()

@@ -107,6 +107,8 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'"{args.file}": name a file that does not exist yet, for example algos/mine.py')
     if args.base and not Path(args.base).is_file():
         raise errors.BadInput(f"{args.base}: no such file")
+    if not Path(args.file).parent.is_dir():
+        raise errors.BadInput(f"{args.file}: there is no folder {Path(args.file).parent}")
     diff = diffs[args.name]
     Path(args.file).write_text(source(args.name, args.base))
     new_lines = sum(line.startswith("+") for line in diff.splitlines())

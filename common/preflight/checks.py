@@ -20,13 +20,14 @@ from common.trainer.kernels import check_kernels
 from common.trainer.parts import decoder_of
 
 
-def check_held_out(prompts: list[Prompt], size: int) -> None:
+def check_held_out(
+    prompts: list[Prompt],
+    size: int,
+    cure: str = "raise --eval-prompts, give more rows in --eval-dataset, or --eval-prompts 0",
+) -> None:
     """Refuse prompts that are fewer than the ranks, whose engines all have to sample. Raises BadInput."""
     if 0 < len(prompts) < size:
-        raise BadInput(
-            f"{len(prompts)} prompts to evaluate on {size} ranks: each needs at least one; raise --eval-prompts, give "
-            "more rows in --eval-dataset, or --eval-prompts 0"
-        )
+        raise BadInput(f"{len(prompts)} prompts to evaluate on {size} ranks: each needs at least one; {cure}")
 
 
 def check_images(prompts: list[Prompt], compute: Compute, environment="", layout=Layout()) -> None:

@@ -72,7 +72,12 @@ SECTIONS = {  # heading -> its panels
     ),
     "Updates": (
         Panel("Gradient norm", ".*grad_norm", "norm", "Before clipping. Spikes mean unstable updates."),
-        Panel("Clipped tokens", "train/clip_frac", SHARE, "Tokens that the clip left no gradient. CISPO: those with a clipped weight."),
+        Panel(
+            "Clipped tokens",
+            "train/clip_frac",
+            SHARE,
+            "Tokens that the clip left no gradient. CISPO: those with a clipped weight.",
+        ),
         Panel("Entropy", "train/entropy", "nats a token", "How undecided the policy is. Near 0 it no longer explores."),
         Panel("KL to another model", "(?!mismatch/).*/kl", "nats", "Distance to the reference or the teacher."),
         Panel(

@@ -30,17 +30,27 @@ def stop_unless_finite(tracker, name: str, value: torch.Tensor) -> None:
 class Trends:
     """Checks that look at many steps: has any response had an advantage, does any response end, is there entropy left?
 
-    Every rank calls check() with the reduced metrics, so all ranks come to the same conclusion. Checkpoints don't hold
-    what it has counted: a resumed run counts anew, and its "first steps" are those after the checkpoint.
+    Every rank calls check() with the reduced metrics, so all ranks come to the same conclusion.
     """
 
     def __init__(self, had_signal: bool = False):
-        """had_signal: True for a resumed run: we assume that some advantage was not 0 before it stopped."""
+        """had_signal: whether some advantage was not 0 before the first step that this object sees."""
         self.had_signal = had_signal
         self.steps_without_signal = 0  # in a row
         self.truncated_steps = 0  # in a row
         self.first_entropies: list[float] = []  # at most WINDOW_STEPS of them
         self.warned: set[str] = set()
+
+    @classmethod
+    def after(cls, rows: list[dict[str, float]]) -> "Trends":
+        """What a resumed run knows from its metrics before the checkpoint. Otherwise a program that restarts it would
+        give it SILENT_STEPS more each time. Without rows (another --run-dir) we assume that it was taught before.
+        """
+        trends = cls(had_signal=not rows)
+        for metrics in rows:
+            if "advantage/abs_max" in metrics:
+                trends.count(metrics)
+        return trends
 
     def check(self, metrics: dict[str, float]) -> None:
         """Raises RunFailed if no step so far had an advantage, or if all responses of many steps in a row were cut off.
@@ -50,9 +60,20 @@ class Trends:
         # It is missing before the first step, in SFT and DPO, and in a step that ended in its push.
         if "advantage/abs_max" not in metrics:
             return
+        self.count(metrics)
         self.check_signal(metrics)
         self.check_truncation(metrics)
         self.check_entropy(metrics)
+
+    def count(self, metrics: dict[str, float]) -> None:
+        """Take a step into account."""
+        silent = metrics["advantage/abs_max"] == 0
+        self.had_signal = self.had_signal or not silent
+        self.steps_without_signal = self.steps_without_signal + 1 if silent else 0
+        all_truncated = metrics.get("response/truncated_frac") == 1.0
+        self.truncated_steps = self.truncated_steps + 1 if all_truncated else 0
+        if "train/entropy" in metrics and len(self.first_entropies) < WINDOW_STEPS:
+            self.first_entropies.append(metrics["train/entropy"])
 
     def check_signal(self, metrics: dict[str, float]) -> None:
         """Warn or stop after SILENT_STEPS steps in which all advantages are 0.
@@ -60,31 +81,25 @@ class Trends:
         A run that never had a signal is set up wrongly, so it stops. Later it means that the prompts are solved, or
         that the policy has collapsed.
         """
-        if metrics["advantage/abs_max"] > 0:
-            self.had_signal = True
-            self.steps_without_signal = 0
-            return
-        self.steps_without_signal += 1
-        if self.steps_without_signal % SILENT_STEPS:
+        if self.steps_without_signal < SILENT_STEPS:
             return
         # There is no mean if nothing could be graded.
         mean = f" (mean reward {metrics['reward/mean']:.3g})" if "reward/mean" in metrics else ""
         message = (
             f"step {metrics['step']}: no response has had an advantage for {self.steps_without_signal} steps{mean}"
         )
-        if not self.had_signal:
+        if not self.had_signal:  # in a resumed run more than SILENT_STEPS may have been silent
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
-        warn(f"{message}: by now, the responses to each prompt may be all right or all wrong", "no-signal")
+        if self.steps_without_signal % SILENT_STEPS == 0:
+            warn(f"{message}: by now, the responses to each prompt may be all right or all wrong", "no-signal")
 
     def check_truncation(self, metrics: dict[str, float]) -> None:
         """Warn when every response of a step was cut off, and stop after TRUNCATED_STEPS such steps in a row."""
-        if metrics.get("response/truncated_frac") != 1.0:
-            self.truncated_steps = 0
+        if self.truncated_steps == 0:
             return
-        self.truncated_steps += 1
         message = f"step {metrics['step']}: every response hit --max-response-tokens"
-        if self.truncated_steps == TRUNCATED_STEPS:
-            before = f"as in the {TRUNCATED_STEPS - 1} steps before"
+        if self.truncated_steps >= TRUNCATED_STEPS:
+            before = f"as in the {self.truncated_steps - 1} steps before"
             raise RunFailed(f"{message}, {before}; raise that flag", code="all-truncated")
         self.warn_once("all-truncated", f"{message}; after {TRUNCATED_STEPS} such steps in a row the run stops")
 
@@ -93,8 +108,6 @@ class Trends:
         entropy = metrics.get("train/entropy")
         if entropy is None:
             return
-        if len(self.first_entropies) < WINDOW_STEPS:
-            self.first_entropies.append(entropy)
         start = sum(self.first_entropies) / len(self.first_entropies)
         if entropy < COLLAPSED_SHARE * start:
             self.warn_once(

@@ -57,8 +57,21 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
     with contextlib.suppress(errors.BadInput):  # the report has said that metrics.jsonl can't be read
         rows = read_metrics(run_dir)
         if getattr(settings, "held_out", None) and rows and "eval/accuracy" not in rows[-1]:
-            errors.say(f"it was not evaluated at its end: python scripts/evaluate.py --model {settings.resume}/model")
+            errors.say(f"it was not evaluated at its end: {evaluation_command(args, f'{settings.resume}/model')}")
     return True
+
+
+def evaluation_command(args, trained: str) -> str:
+    """The command that measures a trained model on the run's own held-out data, with its graders and its limit."""
+    words = []
+    if args.compute.lora_rank:  # scripts/evaluate.py takes whole models
+        words += ["python scripts/merge_lora.py", trained, "MERGED", "&&"]
+        trained = "MERGED"
+    words += ["python scripts/evaluate.py --model", trained, "--dataset", *(args.source.held_out() or args.dataset)]
+    words += ["--reward", *args.reward] if args.reward else []
+    words += ["--environment", args.environment] if args.environment else []
+    words += ["--max-response-tokens", str(args.max_response_tokens)]
+    return " ".join(words)
 
 
 class Run(offline.Run):

@@ -198,7 +198,6 @@ class Tracker(Metrics):
         self.step_seconds = 0.0
         self.report_written = time.perf_counter()
         self.report_seconds = 0.0  # how long it took to write report.html
-        self.trends = Trends(had_signal=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
         if world.is_main:
@@ -213,6 +212,13 @@ class Tracker(Metrics):
                 if not start:
                     self.metrics_file.unlink(missing_ok=True)  # nothing has begun: the same command can be tried again
         raise_together(error)  # the other ranks would wait for rank 0
+        self.trends = Trends() if not start else Trends.after(self.shared_rows())
+
+    def shared_rows(self) -> list[dict[str, float]]:
+        """The rows of metrics.jsonl, on every rank. Collective."""
+        rows = [read_metrics(self.run_dir) if self.world.is_main else None]
+        dist.broadcast_object_list(rows, src=0)
+        return rows[0]
 
     def open_files(self, args, name: str, start: int, date: str) -> None:
         """Write run.json, and open metrics.jsonl and the service of --track. On rank 0. Raises BadInput."""

@@ -36,4 +36,4 @@ exec "$python" -m torch.distributed.run \
   --rdzv-conf "is_host=$((node == 0)),read_timeout=900,join_timeout=900" \
   --shutdown-timeout "${GRACE:-300}" \
   ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} \
-  "$@"
+  -- "$@" # or torchrun would take --n of the script for one of its own

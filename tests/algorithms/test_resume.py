@@ -134,6 +134,17 @@ def test_supervise_restarts_after_crashes(tmp_path, codes, runs, left):
     assert (tmp_path / "said").read_text() == "--run-dir runs/x --resume auto\n" * runs
 
 
+@pytest.mark.parametrize("flag", ["--resume runs/old/checkpoints/step_000002", "--resume=old"])
+def test_supervise_begins_where_the_command_says_and_goes_on_from_its_own_checkpoint(tmp_path, flag):
+    save = "mkdir -p runs/x/checkpoints/step_000004; touch runs/x/checkpoints/step_000004/state.json"
+    script = f'echo "$*" >> said\n[ "$(wc -l < said)" = 1 ] && exit 3\n[ -d runs/x ] && exit 0\n{save}\nexit 3\n'
+    (tmp_path / "command.sh").write_text(script)
+    command = ["bash", ROOT / "scripts/supervise.sh", "bash", tmp_path / "command.sh", "--run-dir", "runs/x"]
+    subprocess.run([*command, *flag.split()], cwd=tmp_path, env={**os.environ, "DELAY": "0"}, check=True)
+    own = f"--run-dir runs/x {flag}\n"
+    assert (tmp_path / "said").read_text() == 2 * own + own.replace("\n", " --resume auto\n")
+
+
 def test_supervise_waits_twice_as_long_after_each_further_crash(tmp_path):
     (tmp_path / "bin").mkdir()
     executable(tmp_path / "bin/sleep", f'#!/bin/sh\necho "$1" >> {tmp_path}/slept\n')

@@ -18,7 +18,9 @@ from common.data.prompts import TrainSource
 from common.errors import BadInput
 from common.preflight import run_directory
 from common.preflight.flags import Saving
+from common.run import job
 from common.trainer import model
+from common.trainer.batching import Compute
 
 GRPO = ROOT / "algos/grpo.py"
 
@@ -56,6 +58,26 @@ def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys, last):
     said = capsys.readouterr().out
     assert f"{checkpoint}/model" in said
     assert ("not evaluated at its end" in said) == (last == {})
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "evaluate.py --model m --dataset arithmetic --max-response-tokens 48"),
+        (
+            {"dataset": ("gsm8k",), "reward": ("math=0.5", "mine.py:f"), "max_response_tokens": 512},
+            "evaluate.py --model m --dataset gsm8k --reward math=0.5 mine.py:f --max-response-tokens 512",
+        ),
+        (
+            {"source": TrainSource(eval_dataset=("a.jsonl", "b.jsonl"))},
+            "evaluate.py --model m --dataset a.jsonl b.jsonl",
+        ),
+        ({"compute": Compute(lora_rank=4)}, "merge_lora.py m MERGED && python scripts/evaluate.py --model MERGED"),
+        ({"environment": "guess"}, "--environment guess"),
+    ],
+)
+def test_the_command_that_evaluates_a_run_measures_what_the_run_did(changes, words):
+    assert words in job.evaluation_command(grpo.Args(**{**grpo.EMBEDDED, **changes}), "m")
 
 
 @pytest.mark.parametrize("held_out, warned", [("a.jsonl", True), ("b.jsonl", False), ("arithmetic", False)])

@@ -291,7 +291,7 @@ def ended(monkeypatch):
 
     def start(words, **named):
         if "merge_lora" in words[1]:
-            state.merged = words[2]
+            state.merged, state.merged_dtype = words[2], words[words.index("--dtype") + 1]
             return subprocess.CompletedProcess(words, 0)
         state.file = claims.Path(words[1]).read_text()
         state.flags = words[2:-2]
@@ -335,6 +335,7 @@ def test_a_variant_is_the_file_with_its_lines(ended, tmp_path):
 def test_adapters_are_merged_before_they_are_evaluated(ended, tmp_path):
     claims.run(claims.Cell("arithmetic", "lora-1", 0), tmp_path)
     assert ended.merged.endswith("step_000003/model") and ended.evaluated.endswith("/merged")
+    assert ended.merged_dtype == "float32", "as the control's weights"
 
 
 def test_a_run_that_was_stopped_is_not_kept(ended, tmp_path):

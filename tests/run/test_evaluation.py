@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -225,6 +226,60 @@ def test_the_script_says_greedy_and_sampled_accuracy_and_pass_at_k(script):
     assert asked == [(1, 0.0, 0, 48), (4, 0.7, 3, 48)]
     for number in ("problems: greedy 33.3 %", "mean@4 41.7 %", "pass@2 50.0 %", "pass@4 66.7 %", "3 problems"):
         assert number in words
+
+
+def test_prompts_are_counted_for_each_data_set(script):
+    """Otherwise the first one would use them all up."""
+    rows = {
+        name: [{"prompt": f"{i}", "answer": f"{i}"} for i in numbers]
+        for name, numbers in (("a", (0, 1)), ("b", (2, 3)))
+    }
+    for name, problems in rows.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    _, said = script(right={i: [1] * 5 for i in range(4)}, dataset=("a.jsonl", "b.jsonl"), prompts=1, output="all.json")
+    assert json.loads(said)["prompts"] == 2
+    (result,) = json.loads(Path("all.json").read_text())["results"]
+    assert [name.partition(":")[0] for name in result["problems"]["id"]] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(BadInput, match="--dataset a.jsonl=0.5: .*leave out the weight"):
+        script(right={0: [1]}, dataset=("a.jsonl=0.5", "b.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "files, says",
+    [
+        ({"output": "gone/a.json"}, "--output gone/a.json: there is no folder"),
+        ({"output": "results"}, "--output results: is a folder"),
+        (
+            {"save_right": "rows.jsonl", "save_pairs": "./rows.jsonl"},
+            "--save-right and --save-pairs: each needs a file",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sampled(script, files, says):
+    Path("results").mkdir()
+    with pytest.raises(BadInput, match=says):
+        script(**files)
+    assert not script.engine.asked
+
+
+def test_a_changed_grader_is_another_grader(tmp_path, monkeypatch):
+    """The environment's file, and a judge's settings and its template."""
+    monkeypatch.chdir(tmp_path)
+    files = {"mine.py": "", "judge.json": '{"template": "judge.txt"}', "judge.txt": "{response}"}
+    for name, text in files.items():
+        Path(name).write_text(text)
+    graders = ("gsm8k", "judge:judge.json", "mine.py:Game", "judge:http://127.0.0.1:1")
+    before = results.file_hashes(graders)
+    assert before.keys() == {"judge:judge.json", "mine.py:Game"}
+    for name, changed in (
+        ("judge.txt", "judge:judge.json"),
+        ("judge.json", "judge:judge.json"),
+        ("mine.py", "mine.py:Game"),
+    ):
+        Path(name).write_text(files[name] + " ")
+        after = results.file_hashes(graders)
+        assert {grader for grader in after if after[grader] != before[grader]} == {changed}
+        before = after
 
 
 def test_each_accuracy_has_the_interval_of_its_values(script):

@@ -21,7 +21,7 @@ from common.errors import BadInput, RunFailed
 from common.preflight import folders
 from common.rollout.servers import vllm_api
 from common.rollout.servers.client import ask_all
-from common.run.guards import SILENT_STEPS, Trends
+from common.run.guards import SILENT_STEPS, TRUNCATED_STEPS, Trends
 from common.run.tracking import Tracker
 
 # name of the fault in workers/faulty.py: (exit code, error code, what the line says, the last step there may be)
@@ -219,6 +219,28 @@ def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
     for step in range(6, 6 + SILENT_STEPS):
         tracker.trends.check(row(step, advantage=0.0))
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 1
+
+
+@pytest.mark.parametrize("before", [3, SILENT_STEPS, SILENT_STEPS + 5])
+def test_a_run_that_was_never_taught_gets_no_second_try_by_a_restart(world, tmp_path, before):
+    """What was before the checkpoint counts, also if the guard had ended the run and saved it there."""
+    rows = [{"step": 0, "eval/accuracy": 0.0}, *(row(step, advantage=0.0) for step in range(1, 1 + before))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    tracker = Tracker(grpo.Args(run_dir=str(tmp_path)), "grpo", world, start=before)
+    left = max(1, SILENT_STEPS - before)
+    with pytest.raises(RunFailed, match="from the start") as failed:
+        for step in range(before + 1, before + 1 + left):
+            tracker.trends.check(row(step, advantage=0.0))
+    assert step == before + left and failed.value.code == "no-signal"
+    tracker.trends.check(row(step + 1))  # a reward that has been mended
+
+
+def test_steps_before_a_checkpoint_count_as_cut_off_too():
+    cut_off = {"response/truncated_frac": 1.0}
+    trends = Trends.after([row(step) | cut_off for step in range(1, TRUNCATED_STEPS + 1)])
+    with pytest.raises(RunFailed, match=f"{TRUNCATED_STEPS} steps before"):
+        trends.check(row(TRUNCATED_STEPS + 1) | cut_off)
+    trends.check(row(TRUNCATED_STEPS + 2))
 
 
 def test_a_fresh_run_that_is_never_taught_anything_stops(world, tmp_path):
