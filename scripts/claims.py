@@ -705,7 +705,12 @@ def repeat(names: tuple[str, ...], args: Args) -> int:
     """Run what is missing of some claims, and print their table. Returns how many runs have failed."""
     study.check_jobs(args.jobs)
     folder = (ROOT / args.folder).resolve()
-    missing = [cell for cell in cells(names, args.seeds) if not cell.file(folder).is_file()]
+    wanted = cells(names, args.seeds)
+    missing = [cell for cell in wanted if not cell.file(folder).is_file()]
+    if there := len(wanted) - len(missing):
+        errors.say(
+            f"{there} of {len(wanted)} runs are in {folder}, perhaps of older code; delete them to run them again"
+        )
     for cell in missing:
         if folder == COMMITTED and cell.is_baseline:
             command = f"scripts/baselines.py --task {cell.task} --run {cell.arm} --seeds {cell.seed}"

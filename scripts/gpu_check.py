@@ -130,8 +130,12 @@ def machine(models: Path) -> Iterator[Finding]:
     smi = lambda query: subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip()
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     # MiB, read before this process takes memory for a context of its own
-    used = float(smi(["--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"])) / 1024
-    yield f"{used:.1f} GiB of the first GPU are in use by others", used < 2
+    said = smi(["--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"])
+    if re.fullmatch(r"\d+", said):
+        used = int(said) / 1024
+        yield f"{used:.1f} GiB of the first GPU are in use by others", used < 2
+    else:  # a GPU that shares the host's memory prints [N/A]
+        yield f'nvidia-smi doesn\'t say how much memory others use: "{said}"', True
     driver = smi(["--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
     new = torch.version.cuda.split(".")[0] != "13" or int(driver.split(".")[0]) >= NEEDED_DRIVER
     yield f"driver {driver} for CUDA {torch.version.cuda}", new

@@ -105,12 +105,8 @@ def load_eval(
     """
     if source.eval_prompts == 0:
         return []
-    specs = source.held_out()
-    if specs:
-        flag = "--eval-dataset"
-    else:
-        flag = "--dataset"
-        specs = [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT]
+    flag = "--eval-dataset" if source.held_out() else "--dataset"
+    specs = held_out_specs(dataset, source)
     sources.short_names(specs)  # metrics need them: raises BadInput before anything is loaded
     if source.eval_prompts < len(specs):
         raise BadInput(
@@ -121,6 +117,11 @@ def load_eval(
         share = source.eval_prompts // len(specs) + (place < source.eval_prompts % len(specs))
         prompts += load_one(spec, source, "test", tokenizer, max_prompt_tokens, flag)[:share]
     return prompts
+
+
+def held_out_specs(dataset: tuple[str, ...] | str, source: TrainSource) -> list[str]:
+    """The SPECs behind load_eval(). Raises BadInput."""
+    return source.held_out() or [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT]
 
 
 def parse(dataset: tuple[str, ...] | str) -> dict[str, float]:

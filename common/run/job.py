@@ -67,7 +67,8 @@ def evaluation_command(args, trained: str) -> str:
     if args.compute.lora_rank:  # scripts/evaluate.py takes whole models
         words += ["python scripts/merge_lora.py", trained, "MERGED", "&&"]
         trained = "MERGED"
-    words += ["python scripts/evaluate.py --model", trained, "--dataset", *(args.source.held_out() or args.dataset)]
+    words += ["python scripts/evaluate.py --model", trained]
+    words += ["--dataset", *data.held_out_specs(args.dataset, args.source)]
     words += ["--reward", *args.reward] if args.reward else []
     words += ["--environment", args.environment] if args.environment else []
     words += ["--max-response-tokens", str(args.max_response_tokens)]

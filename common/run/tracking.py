@@ -212,13 +212,11 @@ class Tracker(Metrics):
                 if not start:
                     self.metrics_file.unlink(missing_ok=True)  # nothing has begun: the same command can be tried again
         raise_together(error)  # the other ranks would wait for rank 0
-        self.trends = Trends() if not start else Trends.after(self.shared_rows())
-
-    def shared_rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.jsonl, on every rank. Collective."""
-        rows = [read_metrics(self.run_dir) if self.world.is_main else None]
-        dist.broadcast_object_list(rows, src=0)
-        return rows[0]
+        trends = [Trends()]
+        if start and world.is_main:
+            trends = [Trends.after(read_metrics(self.run_dir))]
+        dist.broadcast_object_list(trends, src=0)  # rank 0 alone reads the file
+        self.trends = trends[0]
 
     def open_files(self, args, name: str, start: int, date: str) -> None:
         """Write run.json, and open metrics.jsonl and the service of --track. On rank 0. Raises BadInput."""

@@ -65,7 +65,7 @@ def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys, last):
     [
         ({}, "evaluate.py --model m --dataset arithmetic --max-response-tokens 48"),
         (
-            {"dataset": ("gsm8k",), "reward": ("math=0.5", "mine.py:f"), "max_response_tokens": 512},
+            {"dataset": ("gsm8k=2", "mine.jsonl"), "reward": ("math=0.5", "mine.py:f"), "max_response_tokens": 512},
             "evaluate.py --model m --dataset gsm8k --reward math=0.5 mine.py:f --max-response-tokens 512",
         ),
         (

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import psutil
 import pytest
 import torch
 from conftest import ARITHMETIC, CORES, ROOT, free_port, launch
-from helpers import gaps_of
+from helpers import executable, gaps_of
 from pydantic import TypeAdapter
 
 from common.data import arithmetic
@@ -971,7 +972,7 @@ def test_a_server_that_hangs_is_found(monkeypatch):
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    _, _, script = (ROOT / "scripts/serve_rollout.sh").read_text().partition("\nif nvidia-smi")
+    _, _, script = (ROOT / "scripts/serve_rollout.sh").read_text().partition("\nif has_gpu")
     on_a_gpu, _, script = script.partition("\nelse\n")
     on_a_cpu, _, everywhere = script.partition("\nfi\n")
     script = everywhere + (on_a_gpu if cuda else on_a_cpu)
@@ -994,6 +995,21 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
         assert f"--{flag}" in given and f"--{flag}" in script
     # On a CPU vLLM would cast the head for each token; Float32Head does what the flag says.
     assert ("--hf-overrides" in given) == ("--hf-overrides" in script) == cuda
+
+
+@pytest.mark.parametrize("visible, gpu", [("", False), ("-1", False), ("0", True), (None, True)])
+def test_the_script_starts_no_gpu_server_if_the_cpu_is_asked_for(monkeypatch, tmp_path, visible, gpu):
+    for folder in ("bin", "scripts", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = shutil.copy(ROOT / "scripts/serve_rollout.sh", tmp_path / "scripts")
+    executable(tmp_path / ".venv/bin/python", '#!/bin/sh\necho "$@"\n')
+    executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    said = subprocess.run(["bash", script, "m"], capture_output=True, text=True, check=True)
+    assert ('"backend": "nccl"' in said.stdout) == gpu
 
 
 @pytest.fixture

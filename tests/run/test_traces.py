@@ -293,6 +293,7 @@ def replays(tmp_path_factory):
         "grpo-squares",
         "2 ranks",
         "2 ranks on 1",
+        "SGLang",
     ],
 )
 def test_a_replayed_step_is_the_step(replays, name):

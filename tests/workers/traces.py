@@ -83,6 +83,14 @@ def no_baselines(rows: list[dict]) -> None:
         row["baseline_response_ids"] = [1]
 
 
+def as_if_with_sglang(run: Path) -> None:
+    """The run's flags name servers of SGLang, which a replay has not."""
+    about = json.loads((run / "run.json").read_text())
+    about["args"]["rollout_backend"] = "sglang"
+    about["args"]["layout"] |= {"rollout_placement": "split", "rollout_urls": ["http://127.0.0.1:9"]}
+    (run / "run.json").write_text(json.dumps(about))
+
+
 def train(runs: Path, names: list[str], compute: Compute) -> None:
     """Two steps of each algorithm."""
     runs.mkdir(exist_ok=True)
@@ -128,6 +136,8 @@ def main(runs: Path) -> None:
             tables[name] = replay.replay(runs / name, 2, fork(runs) if name == "fork" else None)
         tables["another file"] = replay.replay(runs / "fork", 2, ROOT / "algos/grpo.py")
         tables["2 ranks on 1"] = replay.replay(runs / "ranks/dapo", 2)
+        as_if_with_sglang(runs / "rloo")
+        tables["SGLang"] = replay.replay(runs / "rloo", 2)
         for name, change in (("grpo", other_token), ("ppo", other_advantage), ("remax", no_baselines)):
             damage(runs / name, change)
             tables[change.__name__] = replay.replay(runs / name, 2)
