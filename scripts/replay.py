@@ -301,7 +301,10 @@ def replay(run_dir: Path, step: int, file: Path | None = None) -> list[Compariso
             "rollouts_every": 1,
             "track": "none",
         }
-        new_metrics = run_step(algorithm, rebuild(algorithm.Args, flags), rows, step)
+        # A chat template may print the date, and step 1 has no checkpoint that would tell.
+        date = run_directory.described(run_dir / "run.json").get("date", "")
+        with mock.patch.object(run_directory, "date_of", lambda *given: date):
+            new_metrics = run_step(algorithm, rebuild(algorithm.Args, flags), rows, step)
         if int(os.environ["RANK"]):
             return []
         new_rows = traces.read(traces.find(Path(scratch), step))

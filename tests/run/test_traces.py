@@ -338,6 +338,22 @@ def test_a_file_of_two_ranks_holds_the_rows_of_both(replays):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_replay_has_the_date_of_its_run(replays, monkeypatch, tmp_path, step):
+    """A chat template may print it. The first step has no checkpoint."""
+    run = shutil.copytree(replays[0] / "dapo", tmp_path / "dapo")
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"date": "2026-05-01"}))
+
+    def run_step(algorithm, args, rows, step):
+        raise LookupError(replay.run_directory.date_of(args.run_dir, args.saving.resume))
+
+    monkeypatch.setattr(replay, "run_step", run_step)
+    with pytest.raises(LookupError, match="2026-05-01"):
+        replay.replay(run, step)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_said(replays, monkeypatch):
     run = replays[0] / "dapo"
     with pytest.raises(errors.BadInput, match="--step 9: "):
