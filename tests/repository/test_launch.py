@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, free_port
 from helpers import executable
 
 from common import placement
@@ -77,6 +77,16 @@ def test_one_node_needs_no_variables(recorder, tmp_path):
     flags, script, env = recorded(tmp_path)
     assert script == ["algos/grpo.py", "--run-dir", "with space"] and set(env.values()) == {None}
     assert (flags["--nnodes"], flags["--nproc-per-node"]) == ("1", "3") and "--local-addr" not in flags
+
+
+def test_a_flag_of_the_script_is_none_of_torchruns(tmp_path):
+    """--n could be short for --nnodes."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    command = ["bash", FOLDER / "torchrun.sh", script, "--n", "8"]
+    variables = environment(PYTHON=sys.executable, NPROC_PER_NODE="1", MASTER_PORT=str(free_port()))
+    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    assert said.stdout == "['--n', '8']\n"
 
 
 @pytest.fixture

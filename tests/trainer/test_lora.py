@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT, launch
 from helpers import load
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.data import arithmetic
 from common.errors import BadInput
@@ -117,6 +117,9 @@ def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, wo
     assert (logprobs(merged, world) - logprobs(policy, world)).abs().max() <= 1e-5
     pushed = dict(FullParameters(policy, torch.float32))
     assert all(torch.allclose(pushed[n], p.full_tensor(), atol=1e-6) for n, p in merged.named_parameters())
+    merge.main(merge.Args(tmp_path / "adapters", tmp_path / "as its base"))
+    as_its_base = AutoConfig.from_pretrained(tmp_path / "as its base").dtype
+    assert as_its_base == AutoConfig.from_pretrained(models["tied"]).dtype == torch.float32
     for wrong, said in ((tmp_path / "merged", "has no adapter_config.json"), (tmp_path / "adapters", "exists already")):
         with pytest.raises(BadInput, match=said):
             merge.main(merge.Args(wrong, tmp_path / "merged"))
