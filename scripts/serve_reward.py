@@ -18,7 +18,6 @@ import hmac
 import json
 import math
 import os
-import re
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -30,6 +29,7 @@ from pydantic import BaseModel, Field
 
 from common import errors, rewards
 from common.data import json_lines
+from common.data.rows import split_weight
 from common.preflight.docstrings import help_text
 from common.rewards.grading import Item, Result, Reward
 from common.rewards.schema import parse_as
@@ -142,8 +142,9 @@ def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:
 def main(args: Args) -> None:
     if args.threads < 1 or not 0 < args.port < 65536:
         raise errors.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
-    if weight := re.search(r"=[\d.]+$", args.reward):
-        cure = f"give it to the trainer: --reward http://...{weight[0]}"
+    name, weight = split_weight(args.reward)
+    if name != args.reward:
+        cure = f"give it to the trainer: --reward http://...={weight:g}"
         raise errors.BadInput(f"--reward {args.reward}: a service has one reward, and no weight; {cure}")
     here = {"repetition": "reads token ids", "environment": "plays with the policy", "model-sharded": "needs all ranks"}
     if reason := here.get(args.reward.partition(":")[0]):

@@ -1,6 +1,7 @@
 """Reward models: what they read, and that neither padding nor neighbours change a score."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 from common import rewards
 from common.data import arithmetic as embedded
 from common.data.prompts import Prompt
-from common.errors import BadInput
+from common.errors import BadInput, RunFailed
 from common.rewards import Item
 from common.rewards.model import RewardModel, RewardModelOnCPU, conversation, load_on_cpu
 
@@ -264,6 +265,23 @@ def test_held_out_pairs_are_measured_and_not_trained_on(models, world, tmp_path,
     script.main(script.Args(models["tied and grouped"], str(file), output=str(tmp_path / "out"), **sizes))
     assert len(measured) == 8 and len(trained) == 16 and not trained & measured
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["held_out"] == 8
+
+
+def test_a_gradient_that_is_not_finite_ends_the_training_of_a_reward_model(models, world, tmp_path, monkeypatch):
+    """Before the update, and before anything is written."""
+    script = load("scripts/train_reward_model.py")
+    monkeypatch.setattr(script, "pair_loss", lambda chosen, rejected, count: (chosen - rejected).sum() * math.inf)
+    monkeypatch.setattr(script.placement, "init", lambda seed: world)
+    with pytest.raises(RunFailed, match="step 1: the gradient's norm is nan") as failed:
+        script.main(script.Args(models["untied"], output=str(tmp_path / "out"), steps=2, batch_size=4))
+    assert failed.value.code == "non-finite" and not (tmp_path / "out").exists()
+
+
+def test_a_reward_model_that_could_not_be_written_is_not_trained(models, tmp_path):
+    script = load("scripts/train_reward_model.py")
+    (tmp_path / "out").touch()
+    with pytest.raises(BadInput, match="--output .*is a file"):
+        script.main(script.Args(models["untied"], output=str(tmp_path / "out")))
 
 
 def test_no_prompt_of_a_held_out_pair_is_trained_on():

@@ -447,6 +447,19 @@ def test_health_of_nobody(listening):
 # scripts/serve_reward.py
 
 
+def test_a_service_has_no_weight(monkeypatch):
+    """What follows a key in an address is none."""
+
+    def load_one(name):
+        raise LookupError(name)
+
+    monkeypatch.setattr(serve_reward.rewards, "load_one", load_one)
+    with pytest.raises(BadInput, match="--reward gsm8k=0.5: .*no weight.*=0.5"):
+        serve_reward.main(serve_reward.Args("gsm8k=0.5"))
+    with pytest.raises(LookupError, match="judge:http://127.0.0.1:1"):
+        serve_reward.main(serve_reward.Args("judge:http://127.0.0.1:1/v1?version=1"))
+
+
 def gsm8k(*given) -> list[Result]:
     return gsm8k_reward(*given, mode="flexible")
 
