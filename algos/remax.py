@@ -8,8 +8,8 @@
 sum_it m_it is the number of sampled response tokens in the whole optimizer mini-batch, on all ranks. b does not depend
 on the sampled response, and needs neither a critic nor a group. In a plain sum it would add no bias; the division by
 the number of sampled tokens adds a small one. The greedy responses carry no loss; their mean score on the training
-prompts is the metric `reward/greedy_mean`. Without KL, a response with the same score
-as the greedy one has advantage 0. With --max-inflight-batches > 1, new weights may come between the two.
+prompts is the metric `reward/greedy_mean`. Without KL, a response with the same score as the greedy one has advantage
+0. With --max-inflight-batches > 1, new weights may come between the two.
 
 --tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
 and n.

@@ -522,7 +522,7 @@ def next_in_line(p_values: dict[str, float], remaining: int) -> str:
     if len(surest) == remaining:
         return ""
     p, name = surest[remaining]
-    limit = 0.05 / (len(p_values) - remaining)
+    limit = study.holm_limit(len(p_values), remaining)
     return f" The next one, [{name}](#{name}), has p = {p:.3g}, and would need {limit:.3g}."
 
 

@@ -234,7 +234,7 @@ def rebuild(kind, value) -> Any:
 
 
 def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, dict, dict]:
-    """The algorithm's module, its flags as a dict, and the metrics of the step. Raises BadInput.
+    """The algorithm's module, the contents of run.json, and the metrics of the step. Raises BadInput.
 
     file: the algorithm's file. None: the one in algos/ that run.json names. Another path in run.json is never run,
     because somebody else may have written it.
@@ -254,7 +254,7 @@ def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, d
     if metrics is None:
         raise errors.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
     algorithm = import_algorithm(file) if file else importlib.import_module(f"algos.{recorded_file.stem}")
-    return algorithm, described["args"], metrics
+    return algorithm, described, metrics
 
 
 def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
@@ -284,7 +284,8 @@ class Comparison:
 
 def replay(run_dir: Path, step: int, file: Path | None = None) -> list[Comparison]:
     """All comparisons, on rank 0; other ranks get none. Collective. Raises BadInput, RunFailed."""
-    algorithm, flags, metrics = load_run(run_dir, step, file)
+    algorithm, described, metrics = load_run(run_dir, step, file)
+    flags = described["args"]
     rows = traces.read(traces.find(run_dir, step))
     with tempfile.TemporaryDirectory() as scratch:
         flags = {
@@ -302,7 +303,7 @@ def replay(run_dir: Path, step: int, file: Path | None = None) -> list[Compariso
             "track": "none",
         }
         # A chat template may print the date, and step 1 has no checkpoint that would tell.
-        date = run_directory.described(run_dir / "run.json").get("date", "")
+        date = described.get("date", "")
         with mock.patch.object(run_directory, "date_of", lambda *given: date):
             new_metrics = run_step(algorithm, rebuild(algorithm.Args, flags), rows, step)
         if int(os.environ["RANK"]):

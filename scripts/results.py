@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from common.data import json_lines, sources, templates
 from common.data.prompts import INSTRUCTIONS, Prompt, suite_prompt
 from common.errors import BadInput
+from common.rewards import judge
 from common.rewards.schema import parse_as
 from common.run import estimates
 
@@ -131,10 +132,8 @@ def file_hashes(graders: tuple[str, ...]) -> dict[str, str]:
         if file.suffix not in (".py", ".json") or not file.is_file():
             continue
         digest = hashlib.sha256(file.read_bytes())
-        if file.suffix == ".json" and (template := json_lines.read_object(file).get("template")):
-            beside = file.parent / template
-            if "{response}" not in template and beside.is_file():
-                digest.update(beside.read_bytes())
+        if grader.startswith("judge:"):
+            digest.update(judge.read_settings(file).template.encode())
         hashes[grader] = digest.hexdigest()
     return hashes
 

@@ -99,10 +99,15 @@ def holm(p_values: dict[str, float], level: float = 0.05) -> list[str]:
     known = {name: p for name, p in p_values.items() if not math.isnan(p)}
     kept = []
     for name in sorted(known, key=known.get):
-        if known[name] > level / (len(p_values) - len(kept)):
+        if known[name] > holm_limit(len(p_values), len(kept), level):
             break
         kept.append(name)
     return kept
+
+
+def holm_limit(tests: int, kept: int, level: float = 0.05) -> float:
+    """The p-value that the next of these tests needs to remain, if `kept` of them do."""
+    return level / (tests - kept)
 
 
 def paired(first: dict[int, float], second: dict[int, float]) -> Estimate | None:

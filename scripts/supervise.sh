@@ -9,17 +9,16 @@
 # torchrun restarts crashed ranks by itself, and sooner: --max-restarts 5 --shutdown-timeout 600, and --resume auto.
 set -uo pipefail
 restarts=${RESTARTS:-5} delay=${DELAY:-10} hour=${HOUR:-3600}
-case " ${*//_/-} " in *" --run-dir "* | *" --run-dir="*) ;; *)
-  echo "error: supervise.sh: the command needs --run-dir, the run to go on with" >&2
-  exit 2
-  ;;
-esac
-given= folder= before=
+folder= resumes= before=
 for word in "$@"; do
-  case $before in --run-dir | --run_dir) folder=$word ;; --resume) given=yes ;; esac
-  case $word in --run-dir=* | --run_dir=*) folder=${word#*=} ;; --resume=*) given=yes ;; esac
+  case $before in --run-dir | --run_dir) folder=$word ;; esac
+  case $word in --run-dir=* | --run_dir=*) folder=${word#*=} ;; --resume | --resume=*) resumes=yes ;; esac
   before=$word
 done
+if [ -z "$folder" ]; then
+  echo "error: supervise.sh: the command needs --run-dir, the run to go on with" >&2
+  exit 2
+fi
 asked= child=
 trap 'asked=yes; [ -z "$child" ] || kill -TERM "$child" 2> /dev/null' INT TERM
 crashes=0
@@ -27,7 +26,7 @@ while :; do
   began=$SECONDS child=
   # A checkpoint that the command names is where the run begins. Once it has one of its own, it goes on from that.
   resume="--resume auto"
-  [ -z "$given" ] || compgen -G "$folder/checkpoints/step_*/state.json" > /dev/null || resume=
+  [ -z "$resumes" ] || compgen -G "$folder/checkpoints/step_*/state.json" > /dev/null || resume=
   # shellcheck disable=SC2086
   "$@" $resume &
   child=$!

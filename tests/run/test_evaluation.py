@@ -265,7 +265,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sampled(scr
 def test_a_changed_grader_is_another_grader(tmp_path, monkeypatch):
     """The environment's file, and a judge's settings and its template."""
     monkeypatch.chdir(tmp_path)
-    files = {"mine.py": "", "judge.json": '{"template": "judge.txt"}', "judge.txt": "{response}"}
+    files = {
+        "mine.py": "",
+        "judge.json": '{"url": "http://127.0.0.1:1", "template": "judge.txt"}',
+        "judge.txt": "{response}",
+    }
     for name, text in files.items():
         Path(name).write_text(text)
     graders = ("gsm8k", "judge:judge.json", "mine.py:Game", "judge:http://127.0.0.1:1")
